@@ -1,0 +1,38 @@
+"""Device-side description of one step for the model: which tokens, where their keys and values go, who sees what."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class KVGroupBatch:
+    """Block tables of the step's requests for one KV group."""
+
+    block_tables: torch.Tensor
+    """int32 [num_reqs, max_blocks]; entries past a request's length are undefined but in range."""
+    slot_mapping: torch.Tensor
+    """int64 [num_tokens]: block_id * block_size + offset where each token's key and value are written; -1 writes nothing."""
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """Any mix of prefill chunks and decodes, requests with one token first. Tensors may be padded past
+    `num_tokens` and `num_reqs` (CUDA graphs): padded requests have length 0, padded tokens slot -1."""
+
+    input_ids: torch.Tensor
+    """int32 [num_tokens]"""
+    positions: torch.Tensor
+    """int32 [num_tokens]"""
+    query_start_loc: torch.Tensor
+    """int32 [num_reqs + 1]: prefix sum of the tokens of each request in this step."""
+    seq_lens: torch.Tensor
+    """int32 [num_reqs]: computed tokens after this step, = context visible to the request's last token."""
+    groups: list[KVGroupBatch]
+    num_reqs: int
+    num_tokens: int
+    num_decodes: int
+    """The first `num_decodes` requests have exactly one token."""
+    max_query_len: int
+    max_seq_len: int
+    """Host-side upper bounds, for launch shapes only."""

@@ -1,0 +1,58 @@
+"""What a dense decoder looks like, independent of the file format it came from. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is `default`, `linear`, `llama3` (Llama 3.1 technical report, frequency bands) or
+    `yarn` (arXiv:2309.00071); fields that a kind does not use keep their defaults."""
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rotary_dim: int | None = None
+    """Number of leading head dimensions that rotate; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchitectureConfig:
+    """Shape of a dense decoder-only transformer (Llama, Mistral, Qwen2, Qwen3 families).
+
+    `layer_windows[i]` is the sliding window of layer i in tokens (a token sees itself and window - 1 before it), or None.
+    """
+
+    name: str
+    """Hugging Face class name, for example `LlamaForCausalLM`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    checkpoint_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the decoder, with tied embeddings counted once."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size

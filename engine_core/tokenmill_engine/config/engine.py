@@ -1,0 +1,91 @@
+"""The frozen configuration tree of one engine core. Built once from the flag table, sent to every process.
+
+Every value is resolved: no `auto`, no None that means "decide later", except where a docstring says that
+only the worker can know (KV memory).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokenmill_engine.config.architecture import ArchitectureConfig
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["safetensors", "gguf", "dummy"]
+DeviceKind = Literal["cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model and how to load it. `path` is a folder (Hugging Face layout) or a `.gguf` file, always local."""
+
+    name: str
+    """What the user typed; shown in logs."""
+    path: str
+    tokenizer_path: str
+    architecture: ArchitectureConfig
+    load_format: LoadFormat
+    dtype: DtypeName
+    seed: int
+    max_model_len: int
+    """Upper bound on prompt + output tokens. The pool may hold less; see `max_model_len_explicit`."""
+    max_model_len_explicit: bool
+    """True: a pool too small for `max_model_len` is a start error. False: the length is lowered to what fits."""
+    eos_token_ids: tuple[int, ...]
+    max_logprobs: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache. Of the three sizes the first that is set wins: blocks, bytes, share of memory."""
+
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.90
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The step budget and the order of requests."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where tensors live. `num_threads` is for the CPU path."""
+
+    kind: DeviceKind = "cpu"
+    num_threads: int = 1
+    enforce_eager: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ObservabilityConfig:
+    """Logs and metrics."""
+
+    model_name: str = ""
+    """Value of the `model_name` label: the first served name."""
+    log_level: LogLevel = "INFO"
+    log_stats: bool = True
+    stats_interval_s: float = 10.0
+    metrics_namespaces: tuple[str, ...] = ("tokenmill",)
+    """Prefixes of metric names; two of them export every metric twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine core needs to know, the same for every data-parallel rank."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    data_parallel_size: int = 1

@@ -1,0 +1,88 @@
+"""The tree of every error Tokenmill raises on purpose.
+
+    TokenmillError
+    ├── ConfigError              the command line, a config file or the model folder is wrong: the process does not start
+    ├── StartupError             the configuration was fine, the machine is not (memory, port, device)
+    ├── RequestError             one request is wrong; nothing else is disturbed
+    │   ├── InvalidRequestError  a field has a wrong type, range or combination
+    │   ├── ContextLengthError   the prompt does not fit
+    │   ├── NotFoundError        unknown model or route
+    │   └── AuthenticationError  missing or wrong API key
+    └── EngineError              the engine could not finish a request
+        ├── OverloadedError      refused before work started; a retry later helps
+        ├── EngineStartingError  still loading; a retry later helps
+        └── EngineDeadError      the engine process is gone
+
+A start error's message is one line that names the wrong number and the flag value that would work.
+A request error names the field. Nothing here knows of HTTP; the server maps the tree in one table.
+"""
+
+
+class TokenmillError(Exception):
+    """Base of every deliberate error."""
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class ConfigError(TokenmillError):
+    """The configuration is contradictory or names something that is not there."""
+
+
+class StartupError(TokenmillError):
+    """The machine cannot give what the configuration asks for."""
+
+
+class RequestError(TokenmillError):
+    """A request was refused. `param` is the field's path, `code` OpenAI's string code."""
+
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequestError(RequestError):
+    """A field is malformed, out of range or contradicts another."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt (plus what must be generated) is longer than the server can hold."""
+
+    code = "context_length_exceeded"
+
+
+class NotFoundError(RequestError):
+    """The named model or resource does not exist."""
+
+    code = "not_found"
+
+
+class AuthenticationError(RequestError):
+    """The API key is missing or wrong."""
+
+    code = "invalid_api_key"
+
+
+class EngineError(TokenmillError):
+    """The engine failed while it owned a request."""
+
+
+class OverloadedError(EngineError):
+    """Refused before any work was done; `retry_after_s` seconds later it may work."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStartingError(OverloadedError):
+    """The model is still loading."""
+
+
+class EngineDeadError(EngineError):
+    """The engine process exited or lost its device."""

@@ -1,0 +1,56 @@
+"""Messages between the launcher and its child processes, over one socket pair per child.
+
+The channel's end of file means that the other side is gone.
+"""
+
+import msgspec
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.messages import EngineReady
+
+
+class EngineStart(msgspec.Struct, tag=True, frozen=True):
+    """First message to an engine core. Its sockets are `engine-<engine>.in` and `.out` in `run_dir`."""
+
+    engine: int
+    run_dir: str
+    config: EngineConfig
+
+
+class StartFailed(msgspec.Struct, tag=True, frozen=True):
+    """From a child that cannot start: one readable line."""
+
+    message: str
+
+
+class EnginesReady(msgspec.Struct, tag=True, frozen=True):
+    """To every API server once all engine cores are ready (and again to a restarted API server)."""
+
+    engines: list[EngineReady]
+
+
+class EngineDied(msgspec.Struct, tag=True, frozen=True):
+    """To every API server: this engine is gone; fail what it owned."""
+
+    engine: int
+    message: str
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """To every API server: take no new work, finish what is open within `timeout_s`, then answer Drained and exit."""
+
+    timeout_s: float
+
+
+class Listening(msgspec.Struct, tag=True, frozen=True):
+    """From an API server: it accepts connections."""
+
+
+class Drained(msgspec.Struct, tag=True, frozen=True):
+    """From an API server: nothing is open any more."""
+
+
+EngineControl = EngineStart
+FromEngine = EngineReady | StartFailed
+ToApiServer = EnginesReady | EngineDied | Drain
+FromApiServer = Listening | Drained | StartFailed

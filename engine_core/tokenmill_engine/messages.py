@@ -1,0 +1,167 @@
+"""Everything that crosses a socket between an API server and an engine core.
+
+Structs are encoded as msgpack arrays. Token ids and request ids of one engine step travel as packed
+little-endian arrays, so that a step costs one message per API server and not one object per token.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. The values are what clients and metrics show."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to turn logits into tokens, and when to stop. Names and defaults are those of the OpenAI API and vLLM.
+
+    Fields that end in `_token_ids` hold vocabulary ids. `stop`, `include_stop_str_in_output`, `bad_words`,
+    `skip_special_tokens`, `spaces_between_special_tokens` and `n` are resolved by the front end; the engine
+    sees one request per choice, with `bad_words_token_ids` filled in.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    """None means: as many as fit."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    """Number of most likely tokens to report beside the sampled one; 0 reports the sampled one alone."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+class AddRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """One sequence to generate. `request_id` is unique among all processes: slot and incarnation of the API
+    server in the high bits, a counter in the low ones. `label` is the client's own id, for logs only."""
+
+    request_id: int
+    label: str
+    prompt_token_ids: bytes
+    """int32, little-endian."""
+    sampling: SamplingParams
+    arrival_time: float
+    """Seconds of the machine-wide monotonic clock (`time.monotonic`)."""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Forget these requests. No output follows. `reason` is what metrics count: `abort` when the client went
+    away, `stop` when the front end found a stop string."""
+
+    request_ids: list[int]
+    reason: FinishReason = FinishReason.ABORT
+
+
+class ClientGone(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Sent by the launcher when API server `client` died: abort all of its requests."""
+
+    client: int
+
+
+class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Forget every cached block that no request uses."""
+
+
+ClientMessage = AddRequest | AbortRequests | ClientGone | ResetPrefixCache
+
+
+class Finish(msgspec.Struct, array_like=True, frozen=True):
+    """The last word on the request at position `index` of a `StepOutput`."""
+
+    index: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The entry of `stop_token_ids` that matched; None for the model's own end token."""
+    message: str | None = None
+    """For `error`: one sentence for the client."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of `n` consecutive positions of one request, from the raw logits.
+
+    `token_ids` int32 [n, 1 + k] and `logprobs` float32 [n, 1 + k]: column 0 is the token itself, the others the
+    k most likely. `ranks` int32 [n]: rank of the token itself, 1 for the most likely.
+    """
+
+    index: int
+    """Position of the request in the `StepOutput`."""
+    num_top: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
+    """State of an engine core after a step, for balancing."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+
+
+class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What one engine step yields for the requests of one API server.
+
+    `request_ids` int64 [r], `num_tokens` int32 [r] and `token_ids` int32 [sum(num_tokens)] are packed.
+    """
+
+    engine: int
+    request_ids: bytes
+    num_tokens: bytes
+    token_ids: bytes
+    load: EngineLoad
+    finishes: list[Finish] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Consecutive pieces for prompt positions 1..; the first position has none."""
+    cached_tokens: list[tuple[int, int]] = []
+    """(index, number of prompt tokens found in the prefix cache), once per request with its first output."""
+
+
+class LoadReport(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Load of an engine, sent to the API servers that had no request in the step."""
+
+    engine: int
+    load: EngineLoad
+
+
+EngineMessage = StepOutput | LoadReport
+
+
+class EngineReady(msgspec.Struct, tag=True, frozen=True):
+    """From a started engine core to the launcher, which passes it on to the API servers."""
+
+    engine: int
+    max_model_len: int
+    """Longest request (prompt + output tokens) that this engine can hold."""
+    num_gpu_blocks: int
+    block_size: int
+    kv_cache_tokens: int
+    attention_backend: str
+    startup_s: dict[str, float] = {}
+    """Seconds by phase: import, load, profile, warmup."""

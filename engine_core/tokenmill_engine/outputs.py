@@ -1,0 +1,98 @@
+"""What the scheduler tells a worker to do in one step, and what the worker answers. Torch-free.
+
+Requests live in slots: rows of the worker's persistent device-resident tables. A plan carries only what changed.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.messages import SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class SlotStart:
+    """A request takes `slot`: admitted for the first time or resumed after a preemption."""
+
+    slot: int
+    request_id: int
+    token_ids: NDArray[np.int32]
+    """[num_tokens] all known tokens, prompt first, then what was generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose keys and values are already in the blocks (prefix hit)."""
+    block_ids: tuple[list[int], ...]
+    """Per KV group, the blocks held now."""
+    sampling: SamplingParams
+    """`seed` is always set; `max_tokens` is always a number; `logit_bias`, `allowed_token_ids` are in the vocabulary."""
+    stop_token_ids: tuple[int, ...]
+    """Every id that may end the request (model's end tokens and the request's own): masked until `min_tokens`."""
+
+
+@dataclass(slots=True, frozen=True)
+class BlockAppend:
+    """`block_ids` follow the `start` blocks that `slot` already holds in KV group `group`."""
+
+    slot: int
+    group: int
+    start: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True, frozen=True)
+class StepPlan:
+    """One step: rows are the scheduled requests, those that decode exactly one token first.
+
+    `num_computed` is the host's optimistic view; with tokens still in flight the device holds the true one.
+    """
+
+    step: int
+    slots: NDArray[np.int32]
+    """[num_reqs]"""
+    num_scheduled: NDArray[np.int32]
+    """[num_reqs] tokens to compute for each request, at least 1."""
+    num_computed: NDArray[np.int32]
+    """[num_reqs] tokens computed before this step."""
+    samples: NDArray[np.bool_]
+    """[num_reqs] whether the row reaches its last known token and so yields a new one."""
+    num_decodes: int
+    """The first `num_decodes` rows have `num_scheduled == 1` and sample."""
+    starts: list[SlotStart] = field(default_factory=list)
+    """Applied before anything else in the step. A slot may be started again without notice of its end."""
+    appends: list[BlockAppend] = field(default_factory=list)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_scheduled.sum())
+
+
+@dataclass(slots=True, frozen=True)
+class LogprobRows:
+    """Raw log-probabilities of n positions. Column 0 is the token itself; `token_ids`, `logprobs` are [n, 1 + k]."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    """[n]"""
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """Answer to the plan of the same `step`. `row` below is an index into the plan's rows."""
+
+    step: int
+    token_ids: NDArray[np.int32]
+    """[num_reqs, max_new] new tokens of each row, padded with -1."""
+    num_new: NDArray[np.int32]
+    """[num_reqs] how many of them count; 0 for rows that do not sample."""
+    logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    """row -> its new tokens' log-probabilities."""
+    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    """row -> log-probabilities of prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """row -> why this request alone failed (for example logits that are not numbers)."""
