@@ -1,7 +1,7 @@
 """The tree of every error Tokenmill raises on purpose.
 
     TokenmillError
-    ├── ConfigError              the command line, a config file or the model folder is wrong: the process does not start
+    ├── ConfigError              the command line, a config file or the model folder is wrong: nothing starts
     ├── StartupError             the configuration was fine, the machine is not (memory, port, device)
     ├── RequestError             one request is wrong; nothing else is disturbed
     │   ├── InvalidRequestError  a field has a wrong type, range or combination

@@ -25,7 +25,7 @@ class SlotStart:
     block_ids: tuple[list[int], ...]
     """Per KV group, the blocks held now."""
     sampling: SamplingParams
-    """`seed` is always set; `max_tokens` is always a number; `logit_bias`, `allowed_token_ids` are in the vocabulary."""
+    """`seed` is always set; `max_tokens` is always a number; all token ids are in the vocabulary."""
     stop_token_ids: tuple[int, ...]
     """Every id that may end the request (model's end tokens and the request's own): masked until `min_tokens`."""
 
@@ -93,6 +93,6 @@ class StepResult:
     logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     """row -> its new tokens' log-probabilities."""
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
-    """row -> log-probabilities of prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
+    """row -> prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
     errors: dict[int, str] = field(default_factory=dict)
     """row -> why this request alone failed (for example logits that are not numbers)."""

@@ -12,7 +12,7 @@ class KVGroupBatch:
     block_tables: torch.Tensor
     """int32 [num_reqs, max_blocks]; entries past a request's length are undefined but in range."""
     slot_mapping: torch.Tensor
-    """int64 [num_tokens]: block_id * block_size + offset where each token's key and value are written; -1 writes nothing."""
+    """int64 [num_tokens]: block_id * block_size + offset where each key and value is written; -1 writes nothing."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ class RopeConfig:
 class ArchitectureConfig:
     """Shape of a dense decoder-only transformer (Llama, Mistral, Qwen2, Qwen3 families).
 
-    `layer_windows[i]` is the sliding window of layer i in tokens (a token sees itself and window - 1 before it), or None.
+    `layer_windows[i]` is the sliding window of layer i in tokens (itself and window - 1 before it), or None.
     """
 
     name: str
