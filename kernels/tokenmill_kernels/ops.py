@@ -3,4 +3,197 @@
 Shapes: T tokens, R requests, H query heads, KH key/value heads, D head dimension, V vocabulary.
 The KV cache of a layer is a pair of tensors, each a view [num_blocks, block_size, KH, D] with explicit strides
 (storage order is num_blocks, KH, block_size, D; see `allocate_kv_cache`).
+
+The device of the first argument chooses the backend. Activations, weights and cache of one call share a dtype
+unless stated otherwise; arithmetic accumulates in float32. Matrices are row-major with contiguous rows.
 """
+
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch.nn import functional as F
+
+from tokenmill_kernels.cpu import ops as cpu
+from tokenmill_kernels.cpu.packed import PackedWeight
+
+__all__ = [
+    "PackedWeight",
+    "add_rms_norm",
+    "allocate_kv_cache",
+    "embedding",
+    "linear",
+    "linear_argmax",
+    "pack_linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_kv_write",
+    "silu_mul",
+]
+
+
+@dataclass(slots=True, frozen=True)
+class _GpuModules:
+    norm: ModuleType
+    activation: ModuleType
+    rotary: ModuleType
+    attention: ModuleType
+
+
+@cache
+def _gpu() -> _GpuModules:
+    """The Triton kernels, imported when the first CUDA tensor appears: machines without a GPU never pay for them."""
+    from tokenmill_kernels.gpu import activation, attention, norm, rotary
+
+    return _GpuModules(norm, activation, rotary, attention)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of x [T, N] times weight [N] -> [T, N] (arXiv:1910.07467)."""
+    if x.is_cuda:
+        normed: torch.Tensor = _gpu().norm.rms_norm(x, weight, eps)
+        return normed
+    return cpu.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual), each [T, N]. `residual` may be overwritten with the sum."""
+    if x.is_cuda:
+        pair: tuple[torch.Tensor, torch.Tensor] = _gpu().norm.add_rms_norm(x, residual, weight, eps)
+        return pair
+    return cpu.add_rms_norm(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of gate_up [T, 2I] = gate | up -> [T, I]."""
+    if gate_up.is_cuda:
+        product: torch.Tensor = _gpu().activation.silu_mul(gate_up)
+        return product
+    return cpu.silu_mul(gate_up)
+
+
+def rotary_kv_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotary embedding of q [T, H, D] and k [T, KH, D] in place (halves, as in GPT-NeoX), after an RMS norm per head
+    when `q_norm`, `k_norm` [D] are given; then k and v [T, KH, D] go to the cache.
+
+    q, k and v may be strided views of one [T, (H + 2 KH) * D] tensor. `cos_sin` is float32
+    [max_position, rotary_dim], cosines in the first half of a row, sines in the second; dimensions past rotary_dim
+    are left alone. `positions` int32 [T]. `slot_mapping` int64 [T]: block * block_size + offset, -1 writes nothing.
+    """
+    if q.is_cuda:
+        _gpu().rotary.rotary_kv_write(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps)
+    else:
+        cpu.rotary_kv_write(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of every request's new tokens, q [T, H, D], over its cached keys and values -> [T, H, D].
+
+    Request r owns rows query_start_loc[r] : query_start_loc[r + 1] (int32 [R + 1]); they are the last ones of its
+    seq_lens[r] (int32 [R]) tokens, all of which are in the cache already, in the blocks block_tables[r]
+    (int32 [R, max_blocks]). A query at position p sees keys j with p - window < j <= p. With `soft_cap` c a scaled
+    score s becomes c * tanh(s / c). The first `num_decodes` requests have one token each; `max_query_len` and
+    `max_seq_len` are upper bounds. Requests of length 0 are padding; rows that no request owns are undefined.
+    """
+    implementation = _gpu().attention.paged_attention if q.is_cuda else cpu.paged_attention
+    attended: torch.Tensor = implementation(
+        q,
+        k_cache,
+        v_cache,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        out=out,
+    )
+    return attended
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows ids [T] (int32 or int64, in range) of weight [V, N] -> [T, N]."""
+    return F.embedding(ids, weight)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N], in x's dtype or in float32 when `out_dtype` says so.
+
+    On CUDA the product is rounded to x's dtype before it is widened.
+    """
+    if x.is_cuda:
+        if isinstance(weight, PackedWeight):
+            raise TypeError("a packed weight is for the CPU; CUDA takes the plain matrix")
+        product = F.linear(x, weight, bias)
+        return product if out_dtype is None else product.to(out_dtype)
+    return cpu.linear(x, weight, bias, out_dtype=out_dtype)
+
+
+def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """Index of the largest entry of each row of x [T, K] @ weight [V, K].T -> int64 [T].
+
+    Of equal entries the lowest index wins. A row with a NaN gives -1. On the CPU the product is compared in float32
+    and never stored.
+    """
+    if x.is_cuda:
+        logits = linear(x, weight)
+        best = logits.argmax(dim=-1)
+        return torch.where(logits.isnan().any(dim=-1), -1, best)
+    return cpu.linear_argmax(x, weight)
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+    """`weight` [N, K] in the form that `linear` likes best on its device; the original may be freed afterwards."""
+    return weight if weight.is_cuda else cpu.pack_linear(weight)
+
+
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeroed key and value caches of one layer, each a view [num_blocks, block_size, num_kv_heads, head_dim].
+
+    Rows of one head in one block are contiguous in memory: kernels walk a head's keys in long runs.
+    """
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    keys = torch.zeros(shape, dtype=dtype, device=device)
+    values = torch.zeros(shape, dtype=dtype, device=device)
+    return keys.transpose(1, 2), values.transpose(1, 2)
