@@ -18,6 +18,10 @@ class RopeConfig:
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
+    """YaRN: round the borders of the ramp to whole dimensions."""
+    freq_factors: tuple[float, ...] = ()
+    """Divisors of the [rotary_dim / 2] frequencies, as GGUF files of Llama 3 carry them; empty for none."""
     rotary_dim: int | None = None
     """Number of leading head dimensions that rotate; None for all."""
 

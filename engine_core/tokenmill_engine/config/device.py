@@ -1,0 +1,132 @@
+"""Which device this machine offers, found without importing torch: the launcher and its checks stay light.
+
+CUDA is asked through the driver library, so `CUDA_VISIBLE_DEVICES` is honoured as it is by every CUDA program.
+"""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from tokenmill_engine.config.architecture import ArchitectureConfig
+from tokenmill_engine.config.engine import DeviceKind, DtypeName
+from tokenmill_engine.errors import ConfigError, StartupError
+
+_CUDA_LIBRARIES = ("libcuda.so.1", "libcuda.so")
+_DEVICE_NAME_BYTES = 256
+_ATTRIBUTE_CAPABILITY_MAJOR, _ATTRIBUTE_CAPABILITY_MINOR = 75, 76
+_FIRST_BFLOAT16_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The device that tensors will live on. For the CPU, memory is what this process may use of the machine's."""
+
+    kind: DeviceKind
+    name: str
+    total_memory_bytes: int
+    """Of one device."""
+    count: int
+    compute_capability: tuple[int, int] | None = None
+    """Of a CUDA device: (major, minor)."""
+
+
+def detect_device(requested: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceInfo:
+    """The device to use; `auto` prefers CUDA. Raises StartupError if `cuda` is asked for and there is none."""
+    if requested not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, not {requested!r}")
+    if requested != "cpu":
+        cuda = _cuda_device()
+        if cuda is not None:
+            return cuda
+        if requested == "cuda":
+            raise StartupError(
+                "--device cuda: no CUDA device is visible (check nvidia-smi and CUDA_VISIBLE_DEVICES); "
+                "--device cpu works without one"
+            )
+    return DeviceInfo(kind="cpu", name="cpu", total_memory_bytes=host_memory_bytes(), count=1)
+
+
+def resolve_dtype(
+    requested: Literal["auto"] | DtypeName, architecture: ArchitectureConfig, device: DeviceInfo
+) -> DtypeName:
+    """The compute type. `auto` is bfloat16 whatever the checkpoint holds: float32 ones are too slow to serve as they
+    are, float16 ones overflow less. GPUs older than Ampere have no bfloat16 units and take float16, unless the
+    checkpoint is bfloat16, whose range float16 cannot hold."""
+    if requested != "auto":
+        return requested
+    has_bfloat16 = device.compute_capability is None or device.compute_capability >= _FIRST_BFLOAT16_CAPABILITY
+    if has_bfloat16:
+        return "bfloat16"
+    return "float32" if architecture.checkpoint_dtype == "bfloat16" else "float16"
+
+
+def _cuda_device() -> DeviceInfo | None:
+    """The first visible CUDA device, or None without a driver or a device."""
+    for library in _CUDA_LIBRARIES:
+        try:
+            driver = ctypes.CDLL(library)
+            break
+        except OSError:
+            continue
+    else:
+        return None
+    count, device = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
+        return None
+    name, total = ctypes.create_string_buffer(_DEVICE_NAME_BYTES), ctypes.c_size_t()
+    if (
+        driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGetName(name, _DEVICE_NAME_BYTES, device)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    ):
+        return None
+    return DeviceInfo(
+        "cuda", name.value.decode("utf-8", "replace"), total.value, count.value, _capability(driver, device)
+    )
+
+
+def _capability(driver: ctypes.CDLL, device: ctypes.c_int) -> tuple[int, int] | None:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    if driver.cuDeviceGetAttribute(ctypes.byref(major), _ATTRIBUTE_CAPABILITY_MAJOR, device):
+        return None
+    if driver.cuDeviceGetAttribute(ctypes.byref(minor), _ATTRIBUTE_CAPABILITY_MINOR, device):
+        return None
+    return major.value, minor.value
+
+
+def host_memory_bytes() -> int:
+    """Memory of the machine, or of the control group that this process runs in if that is less."""
+    total = int(psutil.virtual_memory().total)
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = _cgroup_value(file)
+        if limit is not None and limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def cpu_threads() -> int:
+    """Cores this process may keep busy: its affinity mask, cut to the control group's quota. At least 1."""
+    available = float(len(os.sched_getaffinity(0)))
+    quota = _cgroup_value("cpu.max")
+    if quota is not None:
+        limit, _, period = quota.partition(" ")
+        if limit.isdigit() and period.isdigit():
+            available = min(available, int(limit) / int(period))
+    else:
+        limit = _cgroup_value("cpu/cpu.cfs_quota_us") or ""
+        period = _cgroup_value("cpu/cpu.cfs_period_us") or ""
+        if limit.isdigit() and period.isdigit():
+            available = min(available, int(limit) / int(period))
+    return max(1, int(available))
+
+
+def _cgroup_value(file: str) -> str | None:
+    """Content of a control file as a container sees it (version 2 names, or a version 1 controller's folder)."""
+    try:
+        return (Path("/sys/fs/cgroup") / file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
