@@ -83,11 +83,20 @@ class ClientGone(msgspec.Struct, array_like=True, tag=True, frozen=True):
     client: int
 
 
+class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """First message of an API server, once its output socket is connected: from now on it is told the load.
+
+    The engine answers with a `LoadReport`, which also proves that the way back works.
+    """
+
+    client: int
+
+
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Forget every cached block that no request uses."""
 
 
-ClientMessage = AddRequest | AbortRequests | ClientGone | ResetPrefixCache
+ClientMessage = AddRequest | AbortRequests | ClientGone | Hello | ResetPrefixCache
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):

@@ -1,0 +1,48 @@
+"""The parent's side of a child process: start it with a control channel that it inherits."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tokenmill_engine.ipc.channel import ControlChannel
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, frozen=True)
+class ChildProcess(Generic[T]):
+    """A running `python -m <module>` and our end of its control channel."""
+
+    process: subprocess.Popen[bytes]
+    channel: ControlChannel[T]
+
+
+def spawn_child(
+    module: str,
+    message_type: Any,
+    *,
+    args: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
+) -> ChildProcess[T]:
+    """Start `python -m module --control-fd N --parent-pid P *args`; `message_type` is what the child sends.
+
+    `pass_fds` are inherited under their own numbers. The child gets a process group of its own, so that Ctrl-C in a
+    terminal reaches the launcher alone. Call it from the main thread: the child asks the kernel to be told when the
+    *thread* that started it ends. `env` None inherits ours.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        command = [sys.executable, "-m", module, "--control-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
+        process = subprocess.Popen(
+            [*command, *args],
+            pass_fds=(theirs.fileno(), *pass_fds),
+            env=dict(env) if env is not None else None,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+    return ChildProcess(process, ControlChannel(ours, message_type))

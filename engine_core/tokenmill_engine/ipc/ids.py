@@ -1,0 +1,54 @@
+"""Names on the internal wire: 64-bit request ids and ZeroMQ identities.
+
+A request id is (API server, incarnation of that API server, counter). A restarted API server keeps its slot and
+takes the next incarnation, so ids of its dead predecessor are never met again. The client's own id is a label.
+"""
+
+import struct
+
+_COUNTER_BITS = 40
+_INCARNATION_BITS = 8
+_CLIENT_SHIFT = _COUNTER_BITS + _INCARNATION_BITS
+MAX_CLIENTS = 1 << (63 - _CLIENT_SHIFT)
+"""Ids stay positive in int64."""
+
+LAUNCHER_IDENTITY = b"launcher"
+
+
+def make_request_id(client: int, incarnation: int, counter: int) -> int:
+    """Pack the three parts; incarnation and counter wrap around.
+
+    Raises:
+        ValueError: `client` is not in 0..MAX_CLIENTS-1.
+    """
+    if not 0 <= client < MAX_CLIENTS:
+        raise ValueError(f"client {client} is not in 0..{MAX_CLIENTS - 1}")
+    incarnation &= (1 << _INCARNATION_BITS) - 1
+    counter &= (1 << _COUNTER_BITS) - 1
+    return client << _CLIENT_SHIFT | incarnation << _COUNTER_BITS | counter
+
+
+def client_of(request_id: int) -> int:
+    """The API server that owns the request."""
+    return request_id >> _CLIENT_SHIFT
+
+
+def client_identity(client: int) -> bytes:
+    """ZeroMQ routing id of API server `client`. Never starts with a zero byte: ZeroMQ reserves those."""
+    return b"c" + struct.pack("<I", client)
+
+
+class RequestIds:
+    """Source of fresh ids for one API server process."""
+
+    __slots__ = ("_client", "_counter", "_incarnation")
+
+    def __init__(self, client: int, incarnation: int = 0) -> None:
+        self._client = client
+        self._incarnation = incarnation
+        self._counter = 0
+
+    def next(self) -> int:
+        """A request id that this process has not used before."""
+        self._counter += 1
+        return make_request_id(self._client, self._incarnation, self._counter)

@@ -1,0 +1,63 @@
+"""What a child process owes its parent: a readable title, and to end when the parent does.
+
+Two nets, because each has a hole. The kernel's parent-death signal is instant, but is lost if the parent dies before
+`prctl`, hence the check afterwards. The control channel's end of file is certain, but needs a thread that can run.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import setproctitle
+
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def become_child(title: str, parent_pid: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
+    """Set the process title, arrange for `death_signal` at the parent's death and leave Ctrl-C to the parent.
+
+    Call it first thing in the child's main thread. Exits at once if the parent is gone already.
+    """
+    setproctitle.setproctitle(f"tokenmill: {title}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], run_dir: str) -> threading.Thread:
+    """Read the control channel in a daemon thread; `on_message` is called there.
+
+    At the end of file the parent is gone: `run_dir` is removed and the process exits with status 1, whatever its
+    other threads are doing.
+    """
+
+    def watch() -> None:
+        while True:
+            try:
+                message = channel.receive()
+            except ChannelClosedError:
+                exit_orphaned(run_dir)
+            on_message(message)
+
+    thread = threading.Thread(target=watch, name="parent-watcher", daemon=True)
+    thread.start()
+    return thread
+
+
+def exit_orphaned(run_dir: str) -> NoReturn:
+    """Remove `run_dir` and end this process: the launcher is gone and cannot clean up any more."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    os._exit(1)

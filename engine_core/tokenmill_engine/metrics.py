@@ -1,0 +1,359 @@
+"""Every Prometheus series of the product, by name. Torch-free.
+
+Engine cores write what only they know (`EngineMetrics`), API servers what only they see (`FrontendMetrics`). With
+`PROMETHEUS_MULTIPROC_DIR` set before the first import, values live in one memory-mapped file per process; they
+outlive it, and any API server can answer for all (`render_metrics`). Counters and histograms add up over processes;
+a gauge has exactly one writer, its engine core.
+
+Names carry a prefix per configured namespace. No namespace means no series: every method is then a cheap no-op.
+"""
+
+import glob
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from tokenmill_engine.messages import EngineLoad, FinishReason
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+REQUEST_LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TIME_TO_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_LATENCY_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+ITERATION_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PARAMS_N_BUCKETS = (1, 2, 5, 10, 20)
+NUM_PREEMPTIONS_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+HTTP_DURATION_BUCKETS = (0.1, 0.5, 1.0)
+
+_FINISHED_REASONS = (*(str(reason) for reason in FinishReason), "repetition")
+_TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+_WAITING_REASONS = ("capacity", "deferred")
+_REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+
+
+def token_count_buckets(max_model_len: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_model_len`."""
+    buckets: list[int] = []
+    decade = 1
+    while decade <= max_model_len:
+        buckets.extend(step * decade for step in (1, 2, 5) if step * decade <= max_model_len)
+        decade *= 10
+    return tuple(buckets)
+
+
+class BatchHistogram(Histogram):
+    """A histogram that takes the observations of a whole step at once."""
+
+    def observe_many(self, values: Sequence[float] | NDArray[np.float64]) -> None:
+        """Same result as `observe` for each value; costs per bucket touched, not per value."""
+        array = np.asarray(values, dtype=np.float64)
+        if array.size == 0:
+            return
+        counts = np.bincount(np.searchsorted(self._upper_bounds, array, side="left"))
+        self._sum.inc(float(array.sum()))
+        for bucket in np.flatnonzero(counts).tolist():
+            self._buckets[bucket].inc(int(counts[bucket]))
+
+
+class CounterSeries:
+    """One counter series, once per namespace."""
+
+    __slots__ = ("_series",)
+
+    def __init__(self, series: Sequence[Counter]) -> None:
+        self._series = series
+
+    def inc(self, amount: float = 1) -> None:
+        for series in self._series:
+            series.inc(amount)
+
+
+class GaugeSeries:
+    """One gauge series, once per namespace. Writes only when the value changes."""
+
+    __slots__ = ("_last", "_series")
+
+    def __init__(self, series: Sequence[Gauge]) -> None:
+        self._series = series
+        self._last: float | None = None
+
+    def set(self, value: float) -> None:
+        if value != self._last:
+            self._last = value
+            for series in self._series:
+                series.set(value)
+
+
+class HistogramSeries:
+    """One histogram, once per namespace."""
+
+    __slots__ = ("_series",)
+
+    def __init__(self, series: Sequence[BatchHistogram]) -> None:
+        self._series = series
+
+    def observe(self, value: float) -> None:
+        for series in self._series:
+            series.observe(value)
+
+    def observe_many(self, values: Sequence[float] | NDArray[np.float64]) -> None:
+        for series in self._series:
+            series.observe_many(values)
+
+
+class _Builder:
+    """Creates series under every namespace's prefix with a fixed set of labels; each exists, at 0, from then on."""
+
+    def __init__(self, prefixes: Iterable[str], labels: Mapping[str, str], registry: CollectorRegistry) -> None:
+        self._prefixes = tuple(prefixes)
+        self._labels = dict(labels)
+        self._registry = registry
+
+    def counter(self, name: str, help_text: str) -> CounterSeries:
+        return self.counters(name, help_text, [{}])[0]
+
+    def counters(self, name: str, help_text: str, variants: Sequence[Mapping[str, str]]) -> list[CounterSeries]:
+        """One series per variant of the extra labels, all of one metric."""
+        names = [*self._labels, *variants[0]]
+        metrics = [Counter(prefix + name, help_text, names, registry=self._registry) for prefix in self._prefixes]
+        return [CounterSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
+
+    def gauge(self, name: str, help_text: str) -> GaugeSeries:
+        return self.gauges(name, help_text, [{}])[0]
+
+    def gauges(self, name: str, help_text: str, variants: Sequence[Mapping[str, str]]) -> list[GaugeSeries]:
+        names = [*self._labels, *variants[0]]
+        metrics = [
+            Gauge(prefix + name, help_text, names, registry=self._registry, multiprocess_mode="mostrecent")
+            for prefix in self._prefixes
+        ]
+        series = [GaugeSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
+        for one in series:
+            one.set(0)
+        return series
+
+    def histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> HistogramSeries:
+        return self.histograms(name, help_text, buckets, [{}])[0]
+
+    def histograms(
+        self, name: str, help_text: str, buckets: Sequence[float], variants: Sequence[Mapping[str, str]]
+    ) -> list[HistogramSeries]:
+        names = [*self._labels, *variants[0]]
+        metrics = [
+            BatchHistogram(prefix + name, help_text, names, registry=self._registry, buckets=buckets)
+            for prefix in self._prefixes
+        ]
+        return [HistogramSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
+
+
+def _prefixes(namespaces: Iterable[str]) -> list[str]:
+    return [f"{namespace}:" for namespace in namespaces]
+
+
+class EngineMetrics:
+    """What one engine core exports. Written by its main thread alone."""
+
+    def __init__(
+        self,
+        model_name: str,
+        engine: int,
+        max_model_len: int,
+        namespaces: Sequence[str] = ("tokenmill",),
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._registry = registry or CollectorRegistry()
+        self._prefixes = _prefixes(namespaces)
+        self._engine = str(engine)
+        build = _Builder(self._prefixes, {"model_name": model_name, "engine": self._engine}, self._registry)
+        self._add_state(build)
+        self._add_token_counters(build)
+        self._add_request_histograms(build, token_count_buckets(max_model_len))
+
+    def _add_state(self, build: _Builder) -> None:
+        self.num_requests_running = build.gauge("num_requests_running", "Requests that hold a slot of the batch.")
+        self.num_requests_waiting = build.gauge("num_requests_waiting", "Requests that wait to be scheduled.")
+        self._waiting_for_capacity, self._deferred = build.gauges(
+            "num_requests_waiting_by_reason",
+            "Waiting requests by what they wait for.",
+            [{"reason": reason} for reason in _WAITING_REASONS],
+        )
+        self.kv_cache_usage_perc = build.gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.")
+        self.num_preemptions = build.counter(
+            "num_preemptions_total", "Requests preempted because KV cache blocks ran out."
+        )
+
+    def _add_token_counters(self, build: _Builder) -> None:
+        self.prefix_cache_queries = build.counter("prefix_cache_queries_total", "Tokens looked up in the prefix cache.")
+        self.prefix_cache_hits = build.counter("prefix_cache_hits_total", "Tokens found in the prefix cache.")
+        self._prompt_tokens = build.counter("prompt_tokens_total", "Prompt tokens prefilled, cached ones included.")
+        self._prompt_tokens_cached = build.counter("prompt_tokens_cached_total", "Prompt tokens taken from a cache.")
+        self._prompt_tokens_computed, self._prompt_tokens_hit, _ = build.counters(
+            "prompt_tokens_by_source_total",
+            "Prompt tokens by where their keys and values came from.",
+            [{"source": source} for source in _TOKEN_SOURCES],
+        )
+        self.generation_tokens = build.counter("generation_tokens_total", "Tokens generated.")
+        self.iteration_tokens = build.histogram(
+            "iteration_tokens_total", "Tokens computed in one engine step.", ITERATION_TOKENS_BUCKETS
+        )
+
+    def _add_request_histograms(self, build: _Builder, token_buckets: Sequence[int]) -> None:
+        counters = build.counters(
+            "request_success_total",
+            "Requests that ended, by reason.",
+            [{"finished_reason": reason} for reason in _FINISHED_REASONS],
+        )
+        self._finished = dict(zip(_FINISHED_REASONS, counters, strict=True))
+        self.request_prompt_tokens = build.histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", token_buckets
+        )
+        self.request_generation_tokens = build.histogram(
+            "request_generation_tokens", "Tokens generated for a request.", token_buckets
+        )
+        self.request_params_max_tokens = build.histogram(
+            "request_params_max_tokens", "max_tokens of a request.", token_buckets
+        )
+        self.request_prefill_kv_computed_tokens = build.histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", token_buckets
+        )
+        self.request_num_preemptions = build.histogram(
+            "request_num_preemptions", "How often a request was preempted.", NUM_PREEMPTIONS_BUCKETS
+        )
+        self.request_queue_time = build.histogram(
+            "request_queue_time_seconds", "From arrival in the engine to the first step.", REQUEST_LATENCY_BUCKETS
+        )
+        self.request_prefill_time = build.histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", REQUEST_LATENCY_BUCKETS
+        )
+        self.request_decode_time = build.histogram(
+            "request_decode_time_seconds", "From the first token to the last.", REQUEST_LATENCY_BUCKETS
+        )
+        self.request_inference_time = build.histogram(
+            "request_inference_time_seconds", "From the first step to the last token.", REQUEST_LATENCY_BUCKETS
+        )
+
+    def set_load(self, load: EngineLoad) -> None:
+        """The gauges, after a step, an arrival or an abort."""
+        self.num_requests_running.set(load.num_running)
+        self.num_requests_waiting.set(load.num_waiting)
+        self._waiting_for_capacity.set(load.num_waiting)
+        self.kv_cache_usage_perc.set(load.kv_usage)
+
+    def count_prefill(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A request's prompt is complete for the first time."""
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_tokens_cached.inc(num_cached_tokens)
+        self._prompt_tokens_computed.inc(num_prompt_tokens - num_cached_tokens)
+        self._prompt_tokens_hit.inc(num_cached_tokens)
+
+    def count_finish(self, reason: FinishReason) -> None:
+        self._finished[str(reason)].inc()
+
+    def set_cache_config(self, values: Mapping[str, object]) -> None:
+        """Publish the KV cache's configuration as labels of `cache_config_info`."""
+        labels = {name: str(value) for name, value in values.items()}
+        build = _Builder(self._prefixes, labels | {"engine": self._engine}, self._registry)
+        build.gauge("cache_config_info", "Configuration of the KV cache.").set(1)
+
+
+class FrontendMetrics:
+    """What one API server exports; `engine` arguments name the engine core that served the request.
+
+    The HTTP series carry no namespace and exist whatever `namespaces` says.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        num_engines: int,
+        max_model_len: int,
+        namespaces: Sequence[str] = ("tokenmill",),
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        registry = registry or CollectorRegistry()
+        prefixes = _prefixes(namespaces)
+        engines = [{"engine": str(engine)} for engine in range(num_engines)]
+        build = _Builder(prefixes, {"model_name": model_name}, registry)
+        self.time_to_first_token = build.histograms(
+            "time_to_first_token_seconds",
+            "From arrival of the HTTP request to its first token.",
+            TIME_TO_FIRST_TOKEN_BUCKETS,
+            engines,
+        )
+        self.inter_token_latency = build.histograms(
+            "inter_token_latency_seconds", "Between two outputs of a request.", TOKEN_LATENCY_BUCKETS, engines
+        )
+        self.request_time_per_output_token = build.histograms(
+            "request_time_per_output_token_seconds",
+            "Mean time per output token of a request, after the first.",
+            TOKEN_LATENCY_BUCKETS,
+            engines,
+        )
+        self.e2e_request_latency = build.histograms(
+            "e2e_request_latency_seconds",
+            "From arrival of the HTTP request to its last token.",
+            REQUEST_LATENCY_BUCKETS,
+            engines,
+        )
+        self.request_params_n = build.histograms("request_params_n", "n of a request.", PARAMS_N_BUCKETS, engines)
+        self.request_max_num_generation_tokens = build.histograms(
+            "request_max_num_generation_tokens",
+            "Tokens generated for the longest choice of a request.",
+            token_count_buckets(max_model_len),
+            engines,
+        )
+        rejections = _Builder(prefixes, {}, registry).counters(
+            "admission_rejections_total",
+            "Requests refused because a queue limit was reached.",
+            [{"reason": reason} for reason in _REJECTION_REASONS],
+        )
+        self.admission_rejections = dict(zip(_REJECTION_REASONS, rejections, strict=True))
+        self._http_requests = Counter(
+            "http_requests_total", "HTTP requests.", ("handler", "method", "status"), registry=registry
+        )
+        self._http_duration = Histogram(
+            "http_request_duration_seconds",
+            "Duration of HTTP requests.",
+            ("handler", "method"),
+            registry=registry,
+            buckets=HTTP_DURATION_BUCKETS,
+        )
+
+    def observe_http(self, handler: str, method: str, status: int, duration_s: float) -> None:
+        """One finished HTTP request; `handler` is the route's path template, `none` for unknown paths."""
+        self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._http_duration.labels(handler, method).observe(duration_s)
+
+
+class _MergedFiles(Collector):
+    """The files of all processes, living and dead, as one set of series."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterable[Metric]:
+        # A file is empty for an instant when a starting process creates it.
+        paths = [path for path in glob.glob(os.path.join(self._directory, "*.db")) if os.path.getsize(path) > 0]
+        merged: Iterable[Metric] = MultiProcessCollector.merge(paths)  # type: ignore[no-untyped-call]
+        return merged
+
+
+def render_metrics(directory: str) -> bytes:
+    """The text exposition (`CONTENT_TYPE`) of every process that writes to `directory`."""
+    registry = CollectorRegistry()
+    registry.register(_MergedFiles(directory))
+    return generate_latest(registry)
