@@ -1,0 +1,262 @@
+"""The serving benchmark: sends a workload to any OpenAI-compatible server and reports what its users would see."""
+
+import asyncio
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import uvloop
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.bench.http_client import HttpClient
+from tokenmill_server.bench.metrics import RequestRecord, Summary, summarize
+from tokenmill_server.bench.report import format_summary
+from tokenmill_server.bench.tokenizer import load_tokenizer
+from tokenmill_server.bench.workload import (
+    Prompt,
+    RandomShape,
+    arrival_times,
+    id_prompts,
+    text_prompts,
+)
+
+Backend = Literal["openai", "openai-chat"]
+DEFAULT_ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+
+@dataclass(slots=True, frozen=True)
+class ServeBench:
+    """One run of the serving benchmark."""
+
+    base_url: str
+    backend: Backend
+    endpoint: str
+    model: str | None
+    tokenizer: str | None
+    shape: RandomShape
+    num_prompts: int
+    num_warmups: int = 0
+    prompt_format: Literal["text", "ids"] = "text"
+    vocab_size: int | None = None
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    ready_timeout_s: float = 0.0
+    percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
+    percentiles: tuple[float, ...] = (99.0,)
+    goals_ms: dict[str, float] = field(default_factory=dict)
+    save_result: bool = False
+    save_detailed: bool = False
+    result_dir: Path = Path()
+    result_filename: str | None = None
+    show_progress: bool = True
+
+
+def run(bench: ServeBench) -> int:
+    """Run, print the report, write the result file if asked. Returns the exit code: 1 if no request succeeded.
+
+    Raises: ConfigError.
+    """
+    return uvloop.run(_run(bench))
+
+
+async def _run(bench: ServeBench) -> int:
+    client = HttpClient(bench.base_url, bench.headers)
+    try:
+        await _wait_until_ready(client, bench)
+        model = bench.model or await _first_model(client, bench)
+        tokenizer = _tokenizer(bench, model)
+        prompts = _prompts(bench, tokenizer)
+        bodies = [_body(bench, model, prompt) for prompt in prompts]
+        warmups = len(prompts) - bench.num_prompts
+        await _drive(bench, client, prompts[:warmups], bodies[:warmups], paced=False)
+        started_s = time.perf_counter()
+        records = await _drive(bench, client, prompts[warmups:], bodies[warmups:], paced=True)
+        duration_s = time.perf_counter() - started_s
+    finally:
+        client.close()
+    _count_missing_tokens(records, tokenizer)
+    summary = summarize(records, duration_s, bench.percentiles, bench.goals_ms)
+    sys.stdout.write(format_summary(summary, bench.percentile_metrics, bench.request_rate, bench.max_concurrency))
+    errors = [record.error for record in records if record.error is not None]
+    if errors:
+        sys.stderr.write(f"{len(errors)} of {len(records)} requests failed; the first: {errors[0]}\n")
+    if bench.save_result:
+        sys.stdout.write(f"Result written to {_save(bench, model, summary, records)}\n")
+    return 0 if summary.completed else 1
+
+
+async def _wait_until_ready(client: HttpClient, bench: ServeBench) -> None:
+    """Poll the model list for up to `ready_timeout_s`; 0 skips the check."""
+    deadline_s = time.monotonic() + bench.ready_timeout_s
+    problem = ""
+    while time.monotonic() < deadline_s:
+        try:
+            status, _ = await client.get("/v1/models")
+        except OSError as error:
+            problem = str(error)
+        else:
+            if status == 200 and await _serves(client):
+                return
+            problem = f"HTTP {status}"
+        await asyncio.sleep(0.25)
+    if bench.ready_timeout_s > 0:
+        raise ConfigError(
+            f"{bench.base_url} was not ready within --ready-check-timeout-sec {bench.ready_timeout_s:g} ({problem})"
+        )
+
+
+async def _serves(client: HttpClient) -> bool:
+    """Whether the health route, where there is one, says that requests are taken."""
+    status, _ = await client.get("/health")
+    return status in {200, 404, 405}
+
+
+async def _first_model(client: HttpClient, bench: ServeBench) -> str:
+    """Raises: ConfigError."""
+    try:
+        status, body = await client.get("/v1/models")
+    except OSError as error:
+        raise ConfigError(f"no server answers at {bench.base_url} ({error}); see --base-url, --host, --port") from None
+    try:
+        return str(msgspec.json.decode(body)["data"][0]["id"])
+    except (msgspec.MsgspecError, KeyError, IndexError, TypeError):
+        raise ConfigError(
+            f"{bench.base_url}/v1/models names no model (HTTP {status}); give --model, and a key if one is needed"
+        ) from None
+
+
+def _tokenizer(bench: ServeBench, model: str) -> Tokenizer | None:
+    if bench.prompt_format == "ids" and bench.vocab_size is not None:
+        return None
+    return load_tokenizer(bench.tokenizer or model)
+
+
+def _prompts(bench: ServeBench, tokenizer: Tokenizer | None) -> list[Prompt]:
+    """Warm-up prompts first; they differ from the measured ones, so a prefix cache gains nothing from them."""
+    count = bench.num_warmups + bench.num_prompts
+    if tokenizer is None or bench.prompt_format == "ids":
+        vocab_size = bench.vocab_size or (tokenizer.get_vocab_size(with_added_tokens=False) if tokenizer else 0)
+        return id_prompts(bench.shape, count, vocab_size, bench.seed)
+    return text_prompts(bench.shape, count, tokenizer, bench.seed)
+
+
+def _body(bench: ServeBench, model: str, prompt: Prompt) -> bytes:
+    body: dict[str, Any] = {"model": model}
+    if bench.backend == "openai-chat":
+        body["messages"] = [{"role": "user", "content": prompt.content}]
+        body["max_completion_tokens"] = prompt.output_len
+    else:
+        body["prompt"] = prompt.content
+        body["max_tokens"] = prompt.output_len
+    body["temperature"] = bench.temperature
+    body["stream"] = True
+    body["stream_options"] = {"include_usage": True}
+    if bench.ignore_eos:
+        body["ignore_eos"] = True
+    return msgspec.json.encode(body | bench.extra_body)
+
+
+async def _drive(
+    bench: ServeBench, client: HttpClient, prompts: Sequence[Prompt], bodies: Sequence[bytes], paced: bool
+) -> list[RequestRecord]:
+    """Send everything, paced by the request rate or all at once, never more than `max_concurrency` in flight.
+    Records come back in sending order."""
+    records = [RequestRecord(prompt.num_tokens, prompt.output_len) for prompt in prompts]
+    if not records:
+        return records
+    rate = bench.request_rate if paced else math.inf
+    offsets_s = arrival_times(len(records), rate, bench.burstiness, bench.seed).tolist()
+    limit = asyncio.Semaphore(bench.max_concurrency) if bench.max_concurrency else nullcontext()
+    loop = asyncio.get_running_loop()
+    # Prompts and bodies live until the end: keep the garbage collector from walking them in the middle of the run.
+    gc.collect()
+    gc.freeze()
+    start_s = loop.time()
+    with tqdm(total=len(records), disable=not (bench.show_progress and paced), unit="req") as progress:
+
+        async def send(index: int) -> None:
+            async with limit:
+                await client.stream(bench.endpoint, bodies[index], records[index])
+            progress.update()
+
+        async with asyncio.TaskGroup() as tasks:
+            for index, offset_s in enumerate(offsets_s):
+                delay_s = start_s + offset_s - loop.time()
+                if delay_s > 0:
+                    await asyncio.sleep(delay_s)
+                tasks.create_task(send(index))
+    gc.unfreeze()
+    return records
+
+
+def _count_missing_tokens(records: Sequence[RequestRecord], tokenizer: Tokenizer | None) -> None:
+    """For servers that send no usage: count the text's tokens, or the chunks if there is no tokenizer."""
+    for record in records:
+        if record.error is None and not record.output_tokens:
+            if tokenizer is None:
+                record.output_tokens = len(record.token_times_s)
+            else:
+                record.output_tokens = len(tokenizer.encode_batch([record.text], add_special_tokens=False)[0].ids)
+
+
+def _save(bench: ServeBench, model: str, summary: Summary, records: Sequence[RequestRecord]) -> Path:
+    now = datetime.now()
+    result: dict[str, Any] = {
+        "date": now.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": bench.backend,
+        "backend": bench.backend,
+        "label": None,
+        "model_id": model,
+        "tokenizer_id": bench.tokenizer or model,
+        "num_prompts": bench.num_prompts,
+        "request_rate": "inf" if math.isinf(bench.request_rate) else bench.request_rate,
+        "burstiness": bench.burstiness,
+        "max_concurrency": bench.max_concurrency,
+        **summary.to_json(),
+    }
+    if bench.save_detailed:
+        result |= _details(records)
+    return _write_json(bench, model, now, result)
+
+
+def _details(records: Sequence[RequestRecord]) -> Mapping[str, Any]:
+    done = [record for record in records if record.error is None]
+    return {
+        "input_lens": [record.prompt_tokens for record in done],
+        "output_lens": [record.output_tokens for record in done],
+        "ttfts": [record.ttft_s for record in done],
+        "itls": [record.itl_s for record in done],
+        "start_times": [record.start_s for record in done],
+        "generated_texts": [record.text for record in done],
+        "errors": [record.error or "" for record in records],
+    }
+
+
+def _write_json(bench: ServeBench, model: str, now: datetime, result: Mapping[str, Any]) -> Path:
+    """Raises: ConfigError when the folder cannot be written."""
+    concurrency = f"-concurrency{bench.max_concurrency}" if bench.max_concurrency else ""
+    default = f"{bench.backend}-{bench.request_rate:g}qps{concurrency}-{Path(model).name}-{now:%Y%m%d-%H%M%S}.json"
+    path = bench.result_dir / (bench.result_filename or default)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=None) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; see --result-dir and --result-filename") from None
+    return path

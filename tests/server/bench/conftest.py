@@ -1,0 +1,34 @@
+"""Fixtures of the benchmark tests."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.support.scripted_server import Script, ScriptedServer
+
+
+@pytest.fixture
+def scripted_server() -> Iterator[Callable[[Script], ScriptedServer]]:
+    """Starts scripted servers that end with the test."""
+    servers: list[ScriptedServer] = []
+
+    def start(script: Script) -> ScriptedServer:
+        servers.append(ScriptedServer(script))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path: Path) -> Path:
+    """A model folder whose tokenizer knows the words w0 .. w99."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(100)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

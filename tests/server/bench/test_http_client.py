@@ -1,0 +1,129 @@
+import asyncio
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.scripted_server import DONE, Reply, Script, ScriptedServer, event, text_event, usage_event
+from tokenmill_server.bench.http_client import HttpClient, StreamSink
+from tokenmill_server.bench.metrics import RequestRecord
+
+Start = Callable[[Script], ScriptedServer]
+
+
+def fetch(url: str, count: int = 1) -> list[RequestRecord]:
+    """`count` streamed requests, one after another, over one client."""
+
+    async def run() -> list[RequestRecord]:
+        client = HttpClient(url, {"Authorization": "Bearer k"})
+        records = [RequestRecord(prompt_tokens=3, max_tokens=4) for _ in range(count)]
+        for record in records:
+            await client.stream("/v1/completions", b'{"prompt": "x"}', record)
+        client.close()
+        return records
+
+    return asyncio.run(run())
+
+
+def parse(data: bytes, step: int) -> RequestRecord:
+    """Feed an event stream in pieces of `step` bytes, a second apart."""
+    record = RequestRecord(prompt_tokens=3, max_tokens=4)
+    sink = StreamSink(record)
+    for index, start in enumerate(range(0, len(data), step)):
+        sink.on_body(data[start : start + step], float(index))
+    sink.close()
+    return record
+
+
+def test_times_are_those_of_the_server(scripted_server: Start) -> None:
+    pieces = [(0.12, text_event("a")), (0.05, text_event("b")), (0.08, text_event("c", "length")), (0, DONE)]
+    server = scripted_server(lambda seen, index: Reply(pieces))
+    record = fetch(server.url)[0]
+    sent_s = server.seen[0].sent_s
+    assert record.error is None
+    assert record.text == "abc"
+    assert len(record.token_times_s) == 3
+    # Nothing is seen before it was sent; what was sent is seen at once (other work on the machine allowed for).
+    for seen_s, known_s in zip(record.token_times_s, sent_s, strict=False):
+        assert known_s - 0.002 <= seen_s <= known_s + 0.1
+    assert record.ttft_s >= 0.12
+    assert record.e2el_s >= 0.25
+    assert record.end_s == record.token_times_s[-1]
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 64, 10_000])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_events_may_be_cut_anywhere(step: int, newline: bytes) -> None:
+    chunk = {"choices": [{"index": 0, "text": "é€😀", "finish_reason": None}]}
+    stream = b": ping" + newline * 2 + event(chunk, newline) * 3 + event("[DONE]", newline)
+    record = parse(stream, step)
+    assert record.error is None
+    assert record.text == "é€😀" * 3
+    assert len(record.token_times_s) == 3
+
+
+def test_only_output_counts_as_output_in_chat() -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"content": "hi"}, {"reasoning": "hm"}, {"content": None}, {}]
+    stream = b"".join(event({"choices": [{"delta": delta, "finish_reason": None}]}) for delta in deltas)
+    stream += event({"choices": [{"delta": {}, "finish_reason": "stop"}]}) + usage_event(3, 9) + DONE
+    record = parse(stream, 10_000)
+    assert record.error is None
+    assert record.text == "hihm"
+    assert len(record.token_times_s) == 2
+    assert record.output_tokens == 9
+
+
+def test_a_completion_token_without_text_counts_but_an_empty_last_chunk_does_not() -> None:
+    stream = text_event("") + text_event("a") + text_event("", "stop") + DONE
+    record = parse(stream, 10_000)
+    assert len(record.token_times_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Reply([(0, b'{"error": {"message": "too long"}}')], status=400, framing="length"), "HTTP 400: .*too long"),
+        (Reply([(0, text_event("a")), (0, event({"error": {"message": "engine died"}})), (0, DONE)]), "engine died"),
+        (Reply([(0, text_event("a"))], drop=True), "closed the connection"),
+        (Reply([(0, text_event("a"))]), r"ended before a finish reason or \[DONE\]"),
+        (Reply([(0, DONE)]), "no generated token"),
+        (Reply([(0, b"data: {broken}\n\n")]), "malformed"),
+    ],
+)
+def test_failures_are_told_apart(scripted_server: Start, reply: Reply, message: str) -> None:
+    server = scripted_server(lambda seen, index: reply)
+    error = fetch(server.url)[0].error
+    assert error is not None
+    assert re.search(message, error), error
+
+
+def test_nobody_listens() -> None:
+    assert "Connect" in (fetch("http://127.0.0.1:1")[0].error or "")
+
+
+def test_connections_are_kept_alive_and_headers_sent(scripted_server: Start) -> None:
+    server = scripted_server(lambda seen, index: Reply([(0, text_event("a", "stop")), (0, DONE)]))
+    records = fetch(server.url + "/prefix/", count=3)
+    assert [record.error for record in records] == [None] * 3
+    assert {seen.connection for seen in server.seen} == {1}
+    assert server.seen[0].headers["authorization"] == "Bearer k"
+    assert server.seen[0].path == "/prefix/v1/completions"
+    assert server.seen[0].body == {"prompt": "x"}
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_replaced(scripted_server: Start) -> None:
+    server = scripted_server(lambda seen, index: Reply([(0, text_event("a", "stop")), (0, DONE)], close_after=True))
+    records = fetch(server.url, count=3)
+    assert [record.error for record in records] == [None] * 3
+    assert {seen.connection for seen in server.seen} == {1, 2, 3}
+
+
+def test_a_body_that_ends_with_the_connection(scripted_server: Start) -> None:
+    server = scripted_server(lambda seen, index: Reply([(0, text_event("a", "stop")), (0, DONE)], framing="close"))
+    records = fetch(server.url, count=2)
+    assert [(record.error, record.text) for record in records] == [(None, "a")] * 2
+
+
+def test_base_url_must_be_http() -> None:
+    with pytest.raises(ValueError, match="http://HOST"):
+        HttpClient("localhost:8000", {})
