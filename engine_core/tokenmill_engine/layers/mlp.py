@@ -1,0 +1,28 @@
+"""The gated feed-forward block (SwiGLU, arXiv:2002.05202)."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tokenmill_engine.layers.linear import Linear, Placement
+from tokenmill_kernels import ops
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
+
+    __slots__ = ("down_proj", "gate_up_proj")
+
+    def __init__(self, hidden_size: int, intermediate_size: int, has_bias: bool, placement: Placement) -> None:
+        outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, outputs, has_bias, placement)
+        self.down_proj = Linear(intermediate_size, {"down_proj": hidden_size}, has_bias, placement)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, view to fill) of every parameter."""
+        yield from self.gate_up_proj.targets(prefix)
+        yield from self.down_proj.targets(prefix)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        return self.down_proj(ops.silu_mul(self.gate_up_proj(hidden)))
