@@ -1,0 +1,25 @@
+"""`tokenmill serve [MODEL] [flags]`."""
+
+import sys
+from collections.abc import Sequence
+
+from tokenmill_server.flags.command_line import read_flags
+from tokenmill_server.flags.help import help_text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until stopped, or prints help; returns the exit status.
+
+    Raises:
+        TokenmillError: the flags are wrong, or the server could not start or died.
+    """
+    for argument in arguments:
+        if argument in ("-h", "--help") or argument.startswith("--help="):
+            sys.stdout.write(help_text(argument.partition("=")[2] or None) + "\n")
+            return 0
+    values = read_flags(arguments)
+    # Not before the flags are known to be right: a mistake should not wait for these imports.
+    from tokenmill_server.flags.build import build_configuration
+    from tokenmill_server.launcher import serve
+
+    return serve(build_configuration(values))

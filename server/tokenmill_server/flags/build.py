@@ -1,0 +1,243 @@
+"""From flag values to the frozen configuration of every process. Everything that can be checked without loading
+weights is checked here: the model folder, the tokenizer, the device, lengths and sizes against each other."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tokenmill_engine.config.device import DeviceInfo, cpu_threads, detect_device, resolve_dtype
+from tokenmill_engine.config.engine import (
+    CacheConfig,
+    DeviceConfig,
+    DtypeName,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    ObservabilityConfig,
+    SchedulerConfig,
+)
+from tokenmill_engine.config.hf_folder import read_generation_defaults
+from tokenmill_engine.config.model_files import ModelFiles, check_weights, resolve_model
+from tokenmill_engine.errors import ConfigError, StartupError
+from tokenmill_server.config import ServerConfig
+from tokenmill_server.flags.table import FLAGS
+from tokenmill_server.flags.values import FlagValues
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_LARGE_DEVICE_BYTES = 70 * _GIB
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What the processes of one server (or one `LLM`) are started with."""
+
+    engine: EngineConfig
+    server: ServerConfig
+
+
+def build_configuration(values: FlagValues, *, offline: bool = False) -> Configuration:
+    """Resolves every flag. `offline` is for `LLM(...)`, which prefers throughput to latency.
+
+    Raises:
+        ConfigError: a value is impossible for this model, or contradicts another.
+        StartupError: this machine has not got the device or the memory.
+    """
+    _check_contradictions(values)
+    files = resolve_model(values["model"], values["tokenizer"])
+    device = detect_device(values["device"])
+    if device.kind == "cpu" and values.is_given("gpu_memory_utilization"):
+        logger.warning(
+            "%s has no effect on the CPU; use --kv-cache-memory-bytes to size the KV cache",
+            values.written("gpu_memory_utilization"),
+        )
+    dtype = resolve_dtype(values["dtype"], files.architecture, device)
+    load_format = _load_format(values, files)
+    if load_format != "dummy":
+        check_weights(files)
+    _check_tokenizer(files)
+    _check_memory(values, files, device, dtype)
+    names = values["served_model_name"] or (files.name,)
+    engine = EngineConfig(
+        model=_model_config(values, files, load_format, dtype),
+        cache=CacheConfig(**_section(values, "cache")),
+        scheduler=_scheduler_config(values, device, offline=offline),
+        device=_device_config(values, device),
+        observability=_observability_config(values, names[0]),
+        data_parallel_size=values["data_parallel_size"],
+    )
+    return Configuration(engine, _server_config(values, files, names))
+
+
+def _section(values: FlagValues, section: str, **resolved: Any) -> dict[str, Any]:
+    """Fields of one configuration section: the flags that end there, with `resolved` ones in their place.
+    Flags without a value are left to the section's own default."""
+    fields: dict[str, Any] = {}
+    for key, flag in FLAGS.items():
+        owner, _, name = flag.destination.partition(".")
+        if owner == section and values[key] is not None:
+            fields[name] = values[key]
+    return fields | resolved
+
+
+def _check_contradictions(values: FlagValues) -> None:
+    """Pairs of flags that cannot both hold; one from the environment yields to the other."""
+    for first, second, advice in (
+        ("uds", "port", "a server listens on a Unix socket or on a port"),
+        ("uds", "host", "a server listens on a Unix socket or on an address"),
+        ("num_gpu_blocks_override", "kv_cache_memory_bytes", "both set the size of the KV cache"),
+    ):
+        if not (values.is_given(first) and values.is_given(second)):
+            continue
+        weaker = [key for key in (first, second) if key in values.from_environment]
+        if len(weaker) == 1:
+            values.reset(weaker[0])
+        else:
+            raise ConfigError(f"{values.written(first)} contradicts {values.written(second)}: {advice}; leave one out")
+    if values["disable_log_stats"] and values.is_given("metrics_namespace"):
+        raise ConfigError(
+            f"{values.written('disable_log_stats')} contradicts {values.written('metrics_namespace')}: "
+            "there are no metrics to name; leave one out"
+        )
+
+
+def _load_format(values: FlagValues, files: ModelFiles) -> LoadFormat:
+    native: LoadFormat = "gguf" if files.kind == "gguf" else "safetensors"
+    wanted = values["load_format"]
+    if wanted == "dummy":
+        return "dummy"
+    if wanted not in ("auto", native):
+        raise ConfigError(
+            f"{values.written('load_format')} {wanted} does not fit {files.path}, which holds {native}; "
+            f"use --load-format {native} or auto"
+        )
+    return native
+
+
+def _check_tokenizer(files: ModelFiles) -> None:
+    path = Path(files.tokenizer_path)
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"{path} has no tokenizer.json; name a folder that has one with --tokenizer")
+
+
+def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName) -> None:
+    """Weights alone must fit; what is left for the KV cache is measured after loading."""
+    engines = values["data_parallel_size"]
+    weights = files.architecture.num_parameters * _DTYPE_BYTES[dtype]
+    if device.kind == "cuda":
+        if engines > device.count:
+            raise StartupError(
+                f"{values.written('data_parallel_size')} {engines} needs {engines} GPUs, {device.count} are visible; "
+                f"use at most --data-parallel-size {device.count}"
+            )
+        room, owner = int(device.total_memory_bytes * values["gpu_memory_utilization"]), "each GPU"
+        needed = weights
+    else:
+        room, owner = device.total_memory_bytes, "this machine"
+        needed = engines * (weights + (values["kv_cache_memory_bytes"] or 0))
+    if needed > room:
+        remedy = "a smaller model" if engines == 1 else f"a smaller --data-parallel-size than {engines}"
+        if values["kv_cache_memory_bytes"] and engines * weights < room:
+            remedy = f"--kv-cache-memory-bytes {(room // engines - weights) // 2}"
+        raise StartupError(
+            f"weights and KV cache need {needed / _GIB:.1f} GiB, {owner} has {room / _GIB:.1f} GiB to give; "
+            f"use {remedy}"
+        )
+
+
+def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat, dtype: DtypeName) -> ModelConfig:
+    wanted = values["max_model_len"]
+    explicit = isinstance(wanted, int)
+    if explicit and wanted > files.max_position:
+        raise ConfigError(
+            f"{values.written('max_model_len')} {wanted} is more than the {files.max_position} positions of "
+            f"{files.name}; use at most {files.max_position}, or auto"
+        )
+    return ModelConfig(
+        name=files.name,
+        path=files.path,
+        tokenizer_path=files.tokenizer_path,
+        architecture=files.architecture,
+        load_format=load_format,
+        dtype=dtype,
+        seed=values["seed"],
+        max_model_len=wanted if explicit else files.max_position,
+        max_model_len_explicit=explicit,
+        eos_token_ids=files.eos_token_ids,
+        max_logprobs=values["max_logprobs"],
+    )
+
+
+def _scheduler_config(values: FlagValues, device: DeviceInfo, *, offline: bool) -> SchedulerConfig:
+    large = device.kind == "cuda" and device.total_memory_bytes >= _LARGE_DEVICE_BYTES
+    default_tokens = (16384 if offline else 8192) if large else 2048
+    max_num_batched_tokens = values["max_num_batched_tokens"] or default_tokens
+    max_num_seqs = values["max_num_seqs"] or min(1024 if large else 256, max_num_batched_tokens)
+    if max_num_seqs > max_num_batched_tokens:
+        raise ConfigError(
+            f"--max-num-seqs {max_num_seqs} is more than --max-num-batched-tokens {max_num_batched_tokens}, so not "
+            f"every sequence could get a token per step; use at most --max-num-seqs {max_num_batched_tokens}"
+        )
+    return SchedulerConfig(
+        **_section(values, "scheduler", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    )
+
+
+def _device_config(values: FlagValues, device: DeviceInfo) -> DeviceConfig:
+    threads = max(1, cpu_threads() // values["data_parallel_size"]) if device.kind == "cpu" else 1
+    return DeviceConfig(**_section(values, "device", kind=device.kind, num_threads=threads))
+
+
+def _observability_config(values: FlagValues, model_name: str) -> ObservabilityConfig:
+    log_stats = not values["disable_log_stats"]
+    fields = _section(values, "observability", model_name=model_name, log_stats=log_stats)
+    if not log_stats:
+        fields["metrics_namespaces"] = ()
+    return ObservabilityConfig(**fields)
+
+
+def _server_config(values: FlagValues, files: ModelFiles, names: tuple[str, ...]) -> ServerConfig:
+    return ServerConfig(
+        **_section(
+            values,
+            "server",
+            served_model_names=names,
+            api_server_count=values["api_server_count"] or values["data_parallel_size"],
+            chat_template=_chat_template(values),
+            default_sampling=_default_sampling(values, files),
+            log_level=values["log_level"],
+        )
+    )
+
+
+def _chat_template(values: FlagValues) -> str | None:
+    given = values["chat_template"]
+    if given is None:
+        return None
+    if "{{" in given or "{%" in given or "\n" in given:
+        return cast(str, given)
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"{values.written('chat_template')} {given}: {reason}; name a readable file or give the template itself"
+        ) from None
+
+
+def _default_sampling(values: FlagValues, files: ModelFiles) -> dict[str, float | int]:
+    source = values["generation_config"]
+    if source == "vllm":
+        return {}
+    if source == "auto":
+        return dict(files.generation_defaults)
+    folder = Path(source).expanduser()
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"{values.written('generation_config')} {source} has no generation_config.json; "
+            "name a folder that has one, auto or vllm"
+        )
+    return dict(read_generation_defaults(folder))

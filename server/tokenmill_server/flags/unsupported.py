@@ -1,0 +1,155 @@
+"""vLLM's flags that this version knows by name only.
+
+A value that asks for what Tokenmill does anyway is accepted; any other is refused with a clear sentence, so that
+nobody's setting is silently dropped.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedFlag:
+    """`neutral` are the values (in lower case) that describe what happens anyway."""
+
+    name: str
+    neutral: frozenset[str] = frozenset()
+    short: tuple[str, ...] = ()
+    is_switch: bool = False
+    remark: str = ""
+    """What to do instead, the end of a sentence."""
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+
+def _switches(neutral: str, *names: str) -> list[UnsupportedFlag]:
+    return [UnsupportedFlag(name, frozenset({neutral}), is_switch=True) for name in names]
+
+
+def _values(*names: str) -> list[UnsupportedFlag]:
+    return [UnsupportedFlag(name) for name in names]
+
+
+def _value(name: str, *neutral: str, short: str | None = None, remark: str = "") -> UnsupportedFlag:
+    return UnsupportedFlag(name, frozenset(neutral), () if short is None else (short,), remark=remark)
+
+
+def _switch(name: str, neutral: str, short: str | None = None, remark: str = "") -> UnsupportedFlag:
+    return UnsupportedFlag(name, frozenset({neutral}), () if short is None else (short,), True, remark)
+
+
+_ROWS = [
+    # Parallel
+    _value("tensor-parallel-size", "1", short="-tp", remark="use --data-parallel-size for several copies of the model"),
+    _value("pipeline-parallel-size", "1", short="-pp"),
+    _value("decode-context-parallel-size", "1", short="-dcp"),
+    _value("prefill-context-parallel-size", "1", short="-pcp"),
+    _switch("enable-expert-parallel", "false", short="-ep"),
+    _value("data-parallel-size-local", short="-dpl"),
+    _value("data-parallel-start-rank", "0", short="-dpr"),
+    _value("data-parallel-rank", short="-dpn"),
+    _value("data-parallel-address", "127.0.0.1", "localhost", short="-dpa"),
+    _value("data-parallel-rpc-port", short="-dpp"),
+    _value("data-parallel-backend", "mp", short="-dpb"),
+    _switch("data-parallel-hybrid-lb", "false", short="-dph"),
+    _switch("data-parallel-external-lb", "false", short="-dpe"),
+    _value("distributed-executor-backend", "uni", "mp"),
+    _value("nnodes", "1"),
+    _value("node-rank", "0"),
+    *_values("master-addr", "master-port", "max-parallel-loading-workers", "worker-cls", "worker-extension-cls"),
+    *_values(
+        "device-ids", "distributed-timeout-seconds", "all2all-backend", "eplb-config", "expert-placement-strategy"
+    ),
+    *_switches("false", "enable-eplb", "enable-dbo", "disable-custom-all-reduce", "numa-bind", "headless"),
+    # Model and loading
+    _value("quantization", "none", short="-q"),
+    _value("runner", "auto", "generate"),
+    _value("convert", "auto", "none"),
+    _value("task", "auto", "generate"),
+    _value("tokenizer-mode", "auto", "hf", "slow", "fast"),
+    _switch(
+        "trust-remote-code", "false", remark="supported models are native and need no code of their own, leave it out"
+    ),
+    _value("model-impl", "auto", "vllm"),
+    _value("logprobs-mode", "raw_logprobs"),
+    _value("hf-overrides", "{}"),
+    _value("override-generation-config", "{}"),
+    _value("cpu-offload-gb", "0"),
+    _switch("use-tqdm-on-load", "true"),
+    *_values("code-revision", "tokenizer-revision", "hf-config-path", "logits-processors", "pooler-config"),
+    *_values("safetensors-load-strategy", "model-loader-extra-config", "ignore-patterns", "renderer-num-workers"),
+    *_values("allowed-local-media-path", "allowed-media-domains", "hf-token", "revision", "download-dir"),
+    *_switches("false", "enable-prompt-embeds", "skip-tokenizer-init", "disable-sliding-window", "enable-sleep-mode"),
+    # Cache
+    _value("kv-cache-dtype", "auto"),
+    _value("prefix-caching-hash-algo", "sha256"),
+    _value("swap-space", "0", remark="preempted requests are recomputed"),
+    _value("preemption-mode", "recompute", remark="preempted requests are recomputed"),
+    *_values("kv-offloading-size", "kv-offloading-backend", "kv-transfer-config", "kv-events-config"),
+    *_switches("false", "kv-sharing-fast-prefill"),
+    # Scheduler
+    _switch(
+        "enable-chunked-prefill",
+        "true",
+        remark="prefill is always chunked and never holds up running requests, leave it out",
+    ),
+    _switch("scheduler-reserve-full-isl", "true"),
+    _switch("disable-chunked-mm-input", "false"),
+    _switch("disable-hybrid-kv-cache-manager", "false"),
+    _switch("long-prefill-token-threshold-adaptive", "false"),
+    _value("long-prefill-token-threshold", "0"),
+    _value("prefill-schedule-interval", "1"),
+    _value("watermark", "0", "0.0"),
+    _value("scheduler-delay-factor", "0", "0.0"),
+    *_values("max-num-active-seqs", "max-num-scheduled-tokens", "max-num-queued-reqs", "max-num-queued-tokens"),
+    *_values("scheduler-cls", "max-num-partial-prefills", "max-long-partial-prefills"),
+    # Multimodal, LoRA, speculation, structured output
+    *_values("limit-mm-per-prompt", "media-io-kwargs", "mm-processor-kwargs", "mm-processor-cache-gb"),
+    *_values("mm-processor-cache-type", "mm-shm-cache-max-object-size-mb", "mm-encoder-tp-mode", "video-pruning-rate"),
+    *_switches("false", "enable-mm-embeds", "skip-mm-profiling", "interleave-mm-strings", "language-model-only"),
+    *_switches("false", "enable-lora", "fully-sharded-loras"),
+    *_values("max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-modules", "lora-target-modules"),
+    _value("speculative-config", short="-sc"),
+    *_values("spec-method", "spec-model", "spec-tokens", "structured-outputs-config", "guided-decoding-backend"),
+    # Compilation and kernels
+    _value("optimization-level", short="-O"),
+    _value("compilation-config", short="-cc"),
+    _value("performance-mode", "balanced"),
+    *_values("attention-backend", "attention-config", "linear-backend", "moe-backend", "kernel-config"),
+    *_values("max-cudagraph-capture-size", "cuda-graph-sizes"),
+    # Frontend
+    _value("chat-template-content-format", "auto"),
+    _value("response-role", "assistant"),
+    _value("root-path", ""),
+    _value("sse-keep-alive-interval", "0"),
+    _value("uvicorn-log-level", "info", remark="use --log-level"),
+    *_switches("false", "trust-request-chat-template", "trust-request-mm-kwargs", "enable-auto-tool-choice"),
+    *_switches("false", "return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics"),
+    *_switches("false", "enable-server-load-tracking", "enable-tokenizer-info-endpoint", "enable-log-requests"),
+    *_switches("false", "enable-log-outputs", "log-error-stack", "allow-credentials", "enable-ssl-refresh", "grpc"),
+    *_switches("false", "enable-request-id-headers", "enable-offline-docs", "tokens-only", "enable-scale-out"),
+    *_switches("true", "disable-log-requests", "disable-uvicorn-access-log", "enable-prompt-tokens-details"),
+    *_values("tool-call-parser", "tool-parser-plugin", "tool-server", "reasoning-parser", "reasoning-parser-plugin"),
+    *_values("default-chat-template-kwargs", "allowed-origins", "allowed-methods", "allowed-headers", "middleware"),
+    *_values("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers", "max-log-len"),
+    *_values("h11-max-incomplete-event-size", "h11-max-header-count", "fingerprint-mode", "grpc-port"),
+    # Observability
+    *_switches("false", "aggregate-engine-logging", "kv-cache-metrics", "enable-mfu-metrics", "cudagraph-metrics"),
+    *_values("otlp-traces-endpoint", "collect-detailed-traces", "show-hidden-metrics-for-version"),
+    *_values("custom-histogram-buckets", "profiler-config", "additional-config"),
+]
+
+UNSUPPORTED = MappingProxyType({row.key: row for row in _ROWS})
+"""By Python name."""
+
+IGNORED_ENVIRONMENT = MappingProxyType(
+    {
+        "VLLM_ATTENTION_BACKEND": "the attention backend follows from the device",
+        "VLLM_USE_V1": "there is one engine",
+        "VLLM_CPU_OMP_THREADS_BIND": "the number of threads follows from the cores this process may use",
+        "VLLM_BATCH_INVARIANT": "use --dtype float32 for output that does not depend on the batch",
+    }
+)
+"""Variables of vLLM that users set and that change nothing here, with the reason; the start log names them."""

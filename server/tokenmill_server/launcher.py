@@ -1,0 +1,271 @@
+"""The parent of every process of a server: starts them, watches them, drains and stops them.
+
+    STARTING ──all engines ready, all API servers listening──▶ SERVING ──SIGTERM──▶ DRAINING ──▶ done, status 0
+        │                                                         │
+        └── a start failed: raises                                └── an engine died ──▶ FAILING ──▶ raises
+
+A dead API server is replaced in any state but the last two. Whatever happens, no child outlives `serve`.
+"""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from enum import Enum, auto
+
+import psutil
+
+from tokenmill_engine.errors import EngineDeadError, StartupError
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.control import (
+    Drain,
+    Drained,
+    EngineDied,
+    EnginesReady,
+    FromApiServer,
+    Listening,
+    StartFailed,
+    ToApiServer,
+)
+from tokenmill_server.control import ApiServerStart
+from tokenmill_server.flags.build import Configuration
+from tokenmill_server.listen import bind, release, url_of
+from tokenmill_server.run_dir import RunDir
+from tokenmill_server.supervisor import EngineSupervisor, describe_exit, stop_children
+from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
+
+logger = logging.getLogger(__name__)
+
+_API_SERVER_MODULE = "tokenmill_server.api_process"
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ERROR_DELIVERY_S = 2.0
+"""How long API servers get to tell clients that their engine died."""
+_DRAIN_GRACE_S = 3.0
+_MAX_API_SERVER_DEATHS = 5
+_DEATHS_WINDOW_S = 60.0
+
+
+class State(Enum):
+    """Where the server is in its life."""
+
+    STARTING = auto()
+    SERVING = auto()
+    DRAINING = auto()
+    FAILING = auto()
+
+
+def serve(configuration: Configuration) -> int:
+    """Serves until told to stop; returns the exit status. Main thread only.
+
+    Raises:
+        ConfigError: the address to listen on is impossible.
+        StartupError: the port is taken, or a process could not start.
+        EngineDeadError: an engine core died; every open request was answered first, as far as possible.
+    """
+    watcher = Watcher()
+    with RunDir() as run_dir, watcher.watch_signals(_STOP_SIGNALS):
+        listener = bind(configuration.server)
+        launcher = Launcher(configuration, listener, run_dir, watcher)
+        try:
+            return launcher.run()
+        finally:
+            launcher.stop()
+            release(listener)
+            watcher.close()
+
+
+class Launcher:
+    """One run of a server."""
+
+    def __init__(
+        self, configuration: Configuration, listener: socket.socket, run_dir: RunDir, watcher: Watcher
+    ) -> None:
+        self._engine_config = configuration.engine
+        self._config = configuration.server
+        self._listener = listener
+        self._run_dir = run_dir
+        self._watcher = watcher
+        self._engines = EngineSupervisor(configuration.engine, str(run_dir.path), watcher)
+        self._api_servers: dict[int, ChildProcess[FromApiServer]] = {}
+        self._incarnations = dict.fromkeys(range(self._config.api_server_count), 0)
+        self._listening: set[int] = set()
+        self._draining: set[int] = set()
+        self._deaths: deque[float] = deque(maxlen=_MAX_API_SERVER_DEATHS)
+        self._environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
+        self._state = State.STARTING
+        self._deadline: float | None = None
+        self._failure: EngineDeadError | None = None
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Starts every process and handles what they do until the server is to end; returns its exit status."""
+        self._engines.start(self._environment)
+        for client in range(self._config.api_server_count):
+            self._start_api_server(client)
+        logger.info(
+            "starting %s on %s (%s): engine cores %d, API servers %d",
+            self._engine_config.model.name,
+            self._engine_config.device.kind,
+            self._engine_config.model.dtype,
+            self._engine_config.data_parallel_size,
+            self._config.api_server_count,
+        )
+        while self._status is None:
+            remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            for event in self._watcher.wait(remaining):
+                self._handle(event)
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._on_deadline()
+        return self._status
+
+    def stop(self) -> None:
+        """Ends every child and waits for it."""
+        stop_children(self._api_servers.values())
+        self._api_servers.clear()
+        self._engines.stop()
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Signalled(number=number):
+                self._on_signal(number)
+            case Said(key=("engine", rank)) | Exited(key=("engine", rank)):
+                self._on_engine(rank, event)
+            case Said(key=(_, client), message=message):
+                self._on_api_server_message(client, message)
+            case Exited(key=(_, client), returncode=returncode):
+                self._on_api_server_exit(client, returncode)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._state is State.SERVING:
+            timeout_s = self._config.shutdown_timeout_s
+            logger.info("%s: finishing open requests for up to %g s; again to stop at once", number.name, timeout_s)
+            self._state = State.DRAINING
+            self._draining = set(self._api_servers)
+            self._deadline = time.monotonic() + timeout_s + _DRAIN_GRACE_S
+            self._broadcast(Drain(timeout_s))
+        elif self._state is State.STARTING:
+            logger.info("%s: stopped before the model was loaded", number.name)
+            self._status = 0
+        else:
+            logger.warning("%s again: stopped at once", number.name)
+            self._status = 128 + number
+
+    def _on_engine(self, rank: int, event: Said | Exited) -> None:
+        try:
+            self._engines.handle(event)
+        except EngineDeadError as error:
+            self._fail(rank, error)
+            return
+        if self._engines.all_ready:
+            self._broadcast(EnginesReady(self._engines.ready))
+            self._announce_when_ready()
+
+    def _on_api_server_message(self, client: int, message: FromApiServer) -> None:
+        match message:
+            case Listening():
+                self._listening.add(client)
+                self._announce_when_ready()
+            case StartFailed(message=reason):
+                if self._state is State.STARTING:
+                    raise StartupError(reason)
+                logger.error("API server %d: %s", client, reason)
+            case Drained():
+                self._finish_drain(client)
+
+    def _on_api_server_exit(self, client: int, returncode: int) -> None:
+        del self._api_servers[client]
+        reason = describe_exit(returncode)
+        if self._state is State.STARTING and client not in self._listening and returncode >= 0:
+            raise StartupError(f"API server {client} {reason} while it was starting")
+        self._listening.discard(client)
+        if self._state is State.FAILING:
+            return
+        self._engines.client_gone(client)
+        if self._state is State.DRAINING:
+            self._finish_drain(client)
+            return
+        self._count_death(reason)
+        logger.error("API server %d %s; its requests are lost, starting another", client, reason)
+        self._incarnations[client] += 1
+        self._start_api_server(client)
+        if self._engines.all_ready:
+            self._send(client, EnginesReady(self._engines.ready))
+
+    def _count_death(self, reason: str) -> None:
+        self._deaths.append(time.monotonic())
+        if len(self._deaths) == _MAX_API_SERVER_DEATHS and self._deaths[-1] - self._deaths[0] < _DEATHS_WINDOW_S:
+            raise EngineDeadError(
+                f"API servers ended {_MAX_API_SERVER_DEATHS} times in {_DEATHS_WINDOW_S:.0f} s; the last one {reason}"
+            )
+
+    def _on_deadline(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        logger.warning("open requests did not finish in time and are cut off")
+        self._status = 0
+
+    # --- actions --------------------------------------------------------------------------------------------------
+
+    def _start_api_server(self, client: int) -> None:
+        fd = self._listener.fileno()
+        child: ChildProcess[FromApiServer] = spawn_child(
+            _API_SERVER_MODULE, FromApiServer, pass_fds=(fd,), env=self._environment
+        )
+        self._api_servers[client] = child
+        self._watcher.add(("api_server", client), child)
+        start = ApiServerStart(
+            client=client,
+            incarnation=self._incarnations[client] % 256,
+            run_dir=str(self._run_dir.path),
+            listen_fd=fd,
+            server=self._config,
+            engine=self._engine_config,
+        )
+        self._send(client, start)
+
+    def _send(self, client: int, message: ApiServerStart | ToApiServer) -> None:
+        try:
+            self._api_servers[client].channel.send(message)
+        except ChannelClosedError:
+            logger.debug("API server %d is gone; its end will be noticed", client)
+
+    def _broadcast(self, message: ToApiServer) -> None:
+        for client in self._api_servers:
+            self._send(client, message)
+
+    def _announce_when_ready(self) -> None:
+        if self._state is not State.STARTING or not self._engines.all_ready:
+            return
+        if len(self._listening) < self._config.api_server_count:
+            return
+        self._state = State.SERVING
+        ready = self._engines.ready[0]
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ready.startup_s.items())
+        logger.info(
+            "%s is ready at %s after %.1f s (engine: %s)",
+            self._config.served_model_names[0],
+            url_of(self._listener),
+            time.time() - psutil.Process().create_time(),
+            phases,
+        )
+
+    def _fail(self, rank: int, error: EngineDeadError) -> None:
+        """An engine died: clients are told, then everything ends."""
+        if self._state is State.FAILING:
+            return
+        logger.error("%s; failing all open requests", error)
+        self._state = State.FAILING
+        self._failure = error
+        self._deadline = time.monotonic() + _ERROR_DELIVERY_S
+        self._broadcast(EngineDied(engine=rank, message=str(error)))
+
+    def _finish_drain(self, client: int) -> None:
+        self._draining.discard(client)
+        if self._state is State.DRAINING and not self._draining:
+            logger.info("all requests are finished; stopped")
+            self._status = 0

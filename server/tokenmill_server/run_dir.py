@@ -1,0 +1,82 @@
+"""The private folder of one server (or one `LLM`): sockets between its processes, metric files, accept counts.
+
+The owner holds a lock on it, so that the next start can tell a folder in use from one left by a killed server.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from tokenmill_engine.errors import StartupError
+
+_PREFIX = "tokenmill-"
+_LOCK = "lock"
+_METRICS = "metrics"
+_MAX_SOCKET_PATH = 107
+_LONGEST_FILE = "/engine-999.out"
+
+
+class RunDir:
+    """A fresh folder, removed on leaving the `with` block. Folders of dead owners are removed first.
+
+    Raises:
+        StartupError: the folder for temporary files is not usable.
+    """
+
+    def __init__(self) -> None:
+        parent = Path(tempfile.gettempdir())
+        self.path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        if len(str(self.path)) + len(_LONGEST_FILE) > _MAX_SOCKET_PATH:
+            raise StartupError(f"{parent} is too long a path for sockets; set TMPDIR to a shorter one, such as /tmp")
+        remove_stale(parent)
+        unlocked = parent / f".{self.path.name}"
+        try:
+            unlocked.mkdir(mode=0o700)
+            (unlocked / _METRICS).mkdir()
+            self._lock = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            # Others look at the final name only, so they never see a folder that is not locked yet.
+            unlocked.rename(self.path)
+        except OSError as error:
+            raise StartupError(
+                f"cannot create {self.path}: {error.strerror}; set TMPDIR to a writable folder"
+            ) from None
+
+    @property
+    def metrics(self) -> Path:
+        """Where prometheus-client keeps one file per process and kind of metric."""
+        return self.path / _METRICS
+
+    def close(self) -> None:
+        """Removes the folder. May be called twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def remove_stale(parent: Path) -> None:
+    """Removes the run folders in `parent` that are ours and that nobody holds."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            if folder.lstat().st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)

@@ -1,0 +1,155 @@
+"""Waits for what child processes say, for their ends, and for signals: one selector, no polling.
+
+Knows nothing of what the children are. One thread uses a watcher; an event loop may watch its `fileno()`.
+"""
+
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.child import ChildProcess
+
+ChildKey = tuple[str, int]
+"""Kind and number of a child."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A child sent a message."""
+
+    key: ChildKey
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A child is gone and reaped. `returncode` is negative for a signal, as in `subprocess`."""
+
+    key: ChildKey
+    returncode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """This process got a signal."""
+
+    number: signal.Signals
+
+
+Event = Said | Exited | Signalled
+
+
+class Watcher:
+    """Children by key. After a child's last message comes exactly one `Exited`, then it is forgotten."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[ChildKey, ChildProcess[Any]] = {}
+        self._pidfds: dict[ChildKey, int] = {}
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+
+    def fileno(self) -> int:
+        """Readable whenever `wait(0)` has something to return."""
+        fileno = getattr(self._selector, "fileno", None)
+        if fileno is None:
+            raise OSError("this platform's selector cannot be watched")
+        return int(fileno())
+
+    def add(self, key: ChildKey, child: ChildProcess[Any]) -> None:
+        """Watches a running child."""
+        pidfd = os.pidfd_open(child.process.pid)
+        self._children[key] = child
+        self._pidfds[key] = pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, key)
+        self._selector.register(child.channel, selectors.EVENT_READ, key)
+
+    def watch_signals(self, numbers: Iterable[signal.Signals]) -> "WatchedSignals":
+        """Within the returned context these signals become `Signalled` events. Main thread only."""
+        return WatchedSignals(self._selector, numbers)
+
+    def wait(self, timeout_s: float | None) -> list[Event]:
+        """Blocks until something happened, or for `timeout_s` seconds (None: for ever)."""
+        events: list[Event] = []
+        exited: list[ChildKey] = []
+        for selected, _ in self._selector.select(timeout_s):
+            if isinstance(selected.data, WatchedSignals):
+                events += selected.data.pending()
+            elif selected.fd == self._pidfds.get(selected.data):
+                exited.append(selected.data)
+            else:
+                events += self._messages(selected.data)
+        for key in exited:
+            events += self._messages(key)
+            events.append(self._forget(key))
+        return events
+
+    def _messages(self, key: ChildKey) -> list[Event]:
+        """What the child has sent; after its end of file the channel is watched no longer."""
+        child = self._children[key]
+        events: list[Event] = []
+        try:
+            while messages := child.channel.receive_available():
+                events += [Said(key, message) for message in messages]
+        except ChannelClosedError:
+            if child.channel.fileno() in self._selector.get_map():
+                self._selector.unregister(child.channel)
+        return events
+
+    def _forget(self, key: ChildKey) -> Exited:
+        child, pidfd = self._children.pop(key), self._pidfds.pop(key)
+        if child.channel.fileno() in self._selector.get_map():
+            self._selector.unregister(child.channel)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        child.channel.close()
+        return Exited(key, child.process.wait())
+
+    def close(self) -> None:
+        """Stops watching; children are left as they are."""
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+        self._children.clear()
+        self._selector.close()
+
+
+class WatchedSignals:
+    """Turns signals into readable bytes while the context is entered; earlier handlers come back afterwards."""
+
+    def __init__(self, selector: selectors.BaseSelector, numbers: Iterable[signal.Signals]) -> None:
+        self._selector = selector
+        self._numbers = tuple(numbers)
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in self._numbers:
+            self._previous[number] = signal.signal(number, _ignore)
+        self._selector.register(self._reader, selectors.EVENT_READ, self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._selector.unregister(self._reader)
+        self._reader.close()
+        self._writer.close()
+
+    def pending(self) -> list[Event]:
+        """The signals that arrived."""
+        return [Signalled(signal.Signals(number)) for number in self._reader.recv(4096)]
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A handler must be there for the wake-up descriptor to be written."""
