@@ -1,0 +1,143 @@
+"""Renders a conversation with the model's own Jinja template, as transformers does, in a sandbox.
+
+Knows nothing of HTTP or tokens. Messages are plain dicts `{"role": ..., "content": ..., ...}` with text content.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenmill_engine.errors import ConfigError, InvalidRequestError
+
+Message = dict[str, Any]
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens it may print."""
+
+    def __init__(self, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
+        """Raises ConfigError if `source` is not a Jinja template."""
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self.variables = meta.find_undeclared_variables(environment.parse(source))
+            """Names that the template reads from outside."""
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._knows_developer = "developer" in source
+
+    def render(self, messages: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        """The prompt text. `variables` are visible to the template beside its own.
+
+        Raises InvalidRequestError, with the template's own words, if the template rejects the conversation.
+        """
+        shown = messages if self._knows_developer else [_without_developer_role(message) for message in messages]
+        context = {**self._tokens, **variables}
+        try:
+            return self._template.render(messages=shown, add_generation_prompt=add_generation_prompt, **context)
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise InvalidRequestError(f"the chat template fails on this conversation: {error}", "messages") from error
+
+    def render_continuation(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        """The prompt that ends with exactly the text of the last message, so that generation carries it on.
+
+        A mark is appended to the last message before rendering: whatever the template puts after it is cut off, and
+        white space that the template strips is put back.
+        """
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise InvalidRequestError("the message to continue has no text", "continue_final_message")
+        mark = f"continue{uuid.uuid4().hex}"
+        body = content.rstrip()
+        marked = [*messages[:-1], {**messages[-1], "content": body + mark}]
+        before, found, _ = self.render(marked, add_generation_prompt=False, variables=variables).rpartition(mark)
+        if not found:
+            raise InvalidRequestError("the chat template leaves out the message to continue", "continue_final_message")
+        stripped = body.lstrip()
+        if not before.endswith(body) and before.endswith(stripped):
+            before = before[: len(before) - len(stripped)] + body
+        return before + content[len(body) :]
+
+
+def _without_developer_role(message: Message) -> Message:
+    """OpenAI renamed the system role; templates that never heard of it see the old name."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote, for training. Here: just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML escapes, which is what models were trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format_string: str) -> str:
+    return datetime.now().strftime(format_string)
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def text_of_content(content: Any, path: str) -> str | None:
+    """Text of a message's content: a string, or a list of text parts, which are joined by newlines.
+
+    Raises InvalidRequestError naming the part at `path` for anything else.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError("content must be a string or a list of parts", path)
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            raise InvalidRequestError(
+                f"content parts of type {kind!r} are not supported; this server takes text only",
+                f"{path}[{index}].type",
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError("a text part needs a string in 'text'", f"{path}[{index}].text")
+        texts.append(part["text"])
+    return "\n".join(texts)

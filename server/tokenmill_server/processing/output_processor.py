@@ -1,0 +1,152 @@
+"""From new tokens to new text: detokenization, stop strings and log-probabilities of every choice of a request.
+
+Pure bookkeeping: no sockets, no event loop. Whoever wants the output implements `OutputListener`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenmill_engine.errors import TokenmillError
+from tokenmill_engine.messages import Finish, FinishReason, SamplingParams, TokenLogprobs
+from tokenmill_server.processing.detokenizer import Detokenizer
+from tokenmill_server.processing.generation import GenerationRequest, TokenLogprob
+from tokenmill_server.processing.logprobs import unpack_logprobs
+from tokenmill_server.processing.stop_strings import StopStrings
+from tokenmill_server.processing.tokenizer import Tokenizer
+
+
+class OutputListener(Protocol):
+    """Receives what a generation yields. Called from the event loop; must not block."""
+
+    def on_delta(
+        self, choice: "Choice", text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob] | None
+    ) -> None:
+        """New output of one choice. Text may lag behind the tokens. `choice.finish_reason` is set with the last."""
+
+    def on_error(self, error: TokenmillError) -> None:
+        """The generation failed. Nothing follows, for any of its choices."""
+
+
+class Generation:
+    """The state of one prompt's choices. Done when `num_open` is 0."""
+
+    __slots__ = (
+        "choices",
+        "engine",
+        "first_token_time",
+        "listener",
+        "num_cached_tokens",
+        "num_open",
+        "prompt_logprobs",
+        "request",
+    )
+
+    def __init__(self, request: GenerationRequest, listener: OutputListener, tokenizer: Tokenizer, engine: int) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.listener = listener
+        self.engine = engine
+        self.num_cached_tokens = 0
+        self.first_token_time: float | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None if sampling.prompt_logprobs is None else [None]
+        self.choices = [Choice(index, self, tokenizer) for index in range(sampling.n)]
+        self.num_open = sampling.n
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of all choices."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def add_prompt_logprobs(self, choice: "Choice", message: TokenLogprobs) -> None:
+        """All choices compute the same ones; those of the first count."""
+        if self.prompt_logprobs is not None and choice.index == 0:
+            missing = len(self.request.prompt_token_ids) - len(self.prompt_logprobs)
+            self.prompt_logprobs.extend(unpack_logprobs(message)[:missing])
+
+
+class Choice:
+    """One sequence being generated."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_num_hidden",
+        "_sampling",
+        "_stops",
+        "finish_reason",
+        "generation",
+        "index",
+        "last_token_time",
+        "num_tokens",
+        "request_id",
+        "stop_reason",
+    )
+
+    def __init__(self, index: int, generation: Generation, tokenizer: Tokenizer) -> None:
+        sampling = generation.request.sampling
+        self.index = index
+        self.generation = generation
+        self.request_id = -1
+        """Internal id, set when it is sent to the engine."""
+        self.num_tokens = 0
+        self.last_token_time = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._sampling: SamplingParams = sampling
+        self._detokenizer = Detokenizer(
+            tokenizer, sampling.skip_special_tokens, generation.request.prompt_token_ids[-8:]
+        )
+        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+
+    def push(self, token_ids: list[int], finish: Finish | None, logprobs: TokenLogprobs | None) -> bool:
+        """Takes the tokens of one step and tells the listener. Returns whether a stop string ended the choice while
+        the engine still works on it."""
+        num_visible = len(token_ids)
+        if (
+            finish is not None
+            and finish.reason is FinishReason.STOP
+            and num_visible
+            and not self._sampling.include_stop_str_in_output
+        ):
+            num_visible -= 1  # the token that means "stop" is no text
+        if self._stops is None and logprobs is None:
+            self.num_tokens += len(token_ids)
+            visible = token_ids if num_visible == len(token_ids) else token_ids[:num_visible]
+            text = self._detokenizer.push(visible)
+            entries = None
+        else:
+            token_ids, text, entries = self._push_each(token_ids, num_visible, logprobs)
+        stopped = self._stops is not None and self._stops.matched is not None
+        if stopped:
+            self._end(FinishReason.STOP, self._stops.matched if self._stops is not None else None)
+        elif finish is not None:
+            if self._stops is not None:
+                text += self._stops.flush()
+            self._end(finish.reason, finish.stop_token_id)
+        self.generation.listener.on_delta(self, text, token_ids, entries)
+        return stopped and finish is None
+
+    def _push_each(
+        self, token_ids: list[int], num_visible: int, logprobs: TokenLogprobs | None
+    ) -> tuple[list[int], str, list[TokenLogprob] | None]:
+        """Token by token, where their borders matter. Returns the tokens up to a stop string, their text and their
+        log-probabilities."""
+        entries = None if logprobs is None else unpack_logprobs(logprobs)
+        pieces = []
+        for position, token_id in enumerate(token_ids):
+            piece = self._detokenizer.push((token_id,)) if position < num_visible else ""
+            self.num_tokens += 1
+            if entries is not None:
+                entries[position].text = piece
+            if self._stops is not None:
+                piece = self._stops.push(piece, may_stop=self.num_tokens >= self._sampling.min_tokens)
+            pieces.append(piece)
+            if self._stops is not None and self._stops.matched is not None:
+                token_ids = token_ids[: position + 1]
+                entries = entries[: position + 1] if entries is not None else None
+                break
+        return token_ids, "".join(pieces), entries
+
+    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.generation.num_open -= 1

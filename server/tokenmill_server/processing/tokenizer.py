@@ -1,0 +1,79 @@
+"""Text to token ids and back, with the `tokenizers` library alone (transformers would import torch).
+
+Owns the vocabulary of one model. Knows nothing of requests or templates.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+
+from tokenmill_engine.config.gguf_file import is_gguf
+from tokenmill_server.processing.gguf_tokenizer import load_gguf_tokenizer
+from tokenmill_server.processing.hf_tokenizer import load_hf_tokenizer
+from tokenmill_server.processing.token_bytes import build_token_bytes
+
+# Requests are tokenized one at a time; a thread pool of the library's own would only compete with the event loop.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_MAX_INLINE_CHARS = 4096
+"""Longer texts are tokenized in a thread: about a millisecond of work, more would delay open streams."""
+
+
+class Tokenizer:
+    """Encodes and decodes. Decoding concatenates `token_bytes`; special tokens are those the model marks so."""
+
+    def __init__(self, backend: Backend) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.token_bytes = build_token_bytes(backend)
+        """Bytes of each id."""
+        self.visible_bytes = list(self.token_bytes)
+        """The same with nothing for special tokens."""
+        for token_id in self.special_token_ids:
+            self.visible_bytes[token_id] = b""
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids are 0..num_tokens-1; the model's own vocabulary may be padded beyond."""
+        return len(self.token_bytes)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`. Names of special tokens in it become those tokens. Releases the GIL."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Like `encode`, without blocking the event loop for long."""
+        if len(text) <= _MAX_INLINE_CHARS:
+            return self.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes of one token, special ones included; nothing for ids of the padded part of a vocabulary."""
+        return self.token_bytes[token_id] if 0 <= token_id < len(self.token_bytes) else b""
+
+    def token_string(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token spelled as in the vocabulary."""
+        return self._backend.token_to_id(token)
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Tokenizer of a folder in Hugging Face layout or of a GGUF file.
+
+    Raises ConfigError if there is none, or one of a kind that cannot be reproduced exactly.
+    """
+    backend = load_gguf_tokenizer(path) if is_gguf(path) else load_hf_tokenizer(Path(path))
+    return Tokenizer(backend)

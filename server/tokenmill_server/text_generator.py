@@ -1,0 +1,218 @@
+"""Generates text for prompts: joins the engine client with detokenization. Used by the HTTP routes and by `LLM`."""
+
+import logging
+import time
+from array import array
+
+import msgspec
+
+from tokenmill_engine.errors import EngineDeadError, EngineError, TokenmillError
+from tokenmill_engine.messages import AddRequest, Finish, FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.processing.collector import Collector
+from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
+from tokenmill_server.processing.output_processor import Choice, Generation, OutputListener
+from tokenmill_server.processing.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_MAX_SEED = 2**63 - 1
+
+
+class TextGenerator:
+    """Every generation started here ends: with a finish reason for each choice, with an error, or aborted by us."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: FrontendMetrics | None = None) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._choices: dict[int, Choice] = {}
+        client.on_output = self._on_step
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that the engines still work on."""
+        return len(self._choices)
+
+    def start(
+        self, request: GenerationRequest, listener: OutputListener, pinned_engine: int | None = None
+    ) -> Generation:
+        """Sends the request's choices to the least loaded engine (or the pinned one), all to the same.
+
+        Raises EngineDeadError if that engine is gone.
+        """
+        engine = self._client.choose_engine(pinned_engine)
+        generation = Generation(request, listener, self._tokenizer, engine)
+        for choice in generation.choices:
+            choice.request_id = self._client.new_request_id()
+        self._client.add(engine, _engine_requests(generation))
+        for choice in generation.choices:
+            self._choices[choice.request_id] = choice
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """Stops whatever is still open. The listener hears nothing more."""
+        open_ids = [choice.request_id for choice in generation.choices if choice.request_id in self._choices]
+        for request_id in open_ids:
+            self._forget(request_id, generation.engine)
+        self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
+
+    async def complete(self, request: GenerationRequest, pinned_engine: int | None = None) -> RequestOutput:
+        """Generates all choices. If the caller is cancelled the engine stops.
+
+        Raises EngineError if the engine failed.
+        """
+        collector = Collector()
+        generation = self.start(request, collector, pinned_engine)
+        try:
+            await collector.done
+        finally:
+            self.abort(generation)
+        return collector.result(generation)
+
+    def engine_died(self, engine: int, message: str) -> None:
+        """Fails everything that is open on `engine`."""
+        self._client.engine_died(engine, message)
+        lost = {id(c.generation): c.generation for c in self._choices.values() if c.generation.engine == engine}
+        for generation in lost.values():
+            self.fail(generation, EngineDeadError(message))
+
+    def fail_all(self, error: TokenmillError) -> None:
+        """Ends everything that is open with `error`."""
+        for generation in {id(c.generation): c.generation for c in self._choices.values()}.values():
+            self.fail(generation, error)
+
+    def fail(self, generation: Generation, error: TokenmillError) -> None:
+        """Ends one generation with `error`."""
+        self.abort(generation)
+        generation.listener.on_error(error)
+
+    # --- outputs of a step ----------------------------------------------------------------------------------------
+
+    def _on_step(self, output: StepOutput) -> None:
+        request_ids: list[int] = memoryview(output.request_ids).cast("q").tolist()
+        num_tokens: list[int] = memoryview(output.num_tokens).cast("i").tolist()
+        token_ids: list[int] = memoryview(output.token_ids).cast("i").tolist()
+        self._take_prompt_results(output, request_ids)
+        finishes: dict[int, Finish] = {finish.index: finish for finish in output.finishes}
+        logprobs: dict[int, TokenLogprobs] = {piece.index: piece for piece in output.logprobs}
+        step = _Step(output.engine, time.monotonic())
+        start = 0
+        for index, request_id in enumerate(request_ids):
+            end = start + num_tokens[index]
+            choice = self._choices.get(request_id)
+            if choice is not None:  # else it was aborted while the engine worked on it
+                self._take_tokens(choice, token_ids[start:end], finishes.get(index), logprobs.get(index), step)
+            start = end
+        self._client.abort(output.engine, step.stopped, FinishReason.STOP)
+        if self._metrics is not None and step.latencies:
+            self._metrics.inter_token_latency[output.engine].observe_many(step.latencies)
+
+    def _take_prompt_results(self, output: StepOutput, request_ids: list[int]) -> None:
+        for index, num_cached in output.cached_tokens:
+            choice = self._choices.get(request_ids[index])
+            if choice is not None and choice.index == 0:
+                choice.generation.num_cached_tokens = num_cached
+        for piece in output.prompt_logprobs:
+            choice = self._choices.get(request_ids[piece.index])
+            if choice is not None:
+                choice.generation.add_prompt_logprobs(choice, piece)
+
+    def _take_tokens(
+        self,
+        choice: Choice,
+        token_ids: list[int],
+        finish: Finish | None,
+        logprobs: TokenLogprobs | None,
+        step: "_Step",
+    ) -> None:
+        generation = choice.generation
+        if finish is not None and finish.reason is FinishReason.ERROR:
+            self.fail(generation, EngineError(finish.message or "the engine failed on this request"))
+            return
+        if finish is None and not token_ids:
+            return
+        if token_ids:
+            self._time_tokens(choice, step)
+        try:
+            stopped = choice.push(token_ids, finish, logprobs)
+        except Exception:  # a fault of ours in one request must not keep the others from their tokens
+            logger.exception("%s: cannot process output", generation.request.label)
+            self.fail(generation, EngineError("internal error while processing the output"))
+            return
+        if choice.finish_reason is not None:
+            self._forget(choice.request_id, generation.engine)
+            if stopped:
+                step.stopped.append(choice.request_id)
+            if generation.num_open == 0:
+                self._count_finished(generation, step)
+
+    def _forget(self, request_id: int, engine: int) -> None:
+        del self._choices[request_id]
+        self._client.ended(engine)
+
+    # --- metrics --------------------------------------------------------------------------------------------------
+
+    def _time_tokens(self, choice: Choice, step: "_Step") -> None:
+        if choice.last_token_time:
+            step.latencies.append(step.time - choice.last_token_time)
+        else:
+            generation = choice.generation
+            if generation.first_token_time is None:
+                generation.first_token_time = step.time
+                if self._metrics is not None:
+                    waited = step.time - generation.request.arrival_time
+                    self._metrics.time_to_first_token[step.engine].observe(waited)
+        choice.last_token_time = step.time
+
+    def _count_finished(self, generation: Generation, step: "_Step") -> None:
+        metrics = self._metrics
+        if metrics is None:
+            return
+        engine = generation.engine
+        metrics.e2e_request_latency[engine].observe(step.time - generation.request.arrival_time)
+        metrics.request_params_n[engine].observe(len(generation.choices))
+        longest = max(choice.num_tokens for choice in generation.choices)
+        metrics.request_max_num_generation_tokens[engine].observe(longest)
+        if generation.first_token_time is not None and longest > 1:
+            metrics.request_time_per_output_token[engine].observe(
+                (step.time - generation.first_token_time) / (longest - 1)
+            )
+
+
+class _Step:
+    """What accumulates while the outputs of one engine step are handed out."""
+
+    __slots__ = ("engine", "latencies", "stopped", "time")
+
+    def __init__(self, engine: int, now: float) -> None:
+        self.engine = engine
+        self.time = now
+        self.latencies: list[float] = []
+        self.stopped: list[int] = []
+
+
+def _engine_requests(generation: Generation) -> list[AddRequest]:
+    """One request per choice. The choices of a seeded request have consecutive seeds."""
+    request = generation.request
+    prompt_token_ids = array("i", request.prompt_token_ids).tobytes()
+    sampling = msgspec.structs.replace(request.sampling, n=1, stop=(), bad_words=())
+    return [
+        AddRequest(
+            request_id=choice.request_id,
+            label=request.label,
+            prompt_token_ids=prompt_token_ids,
+            sampling=_for_choice(sampling, choice.index),
+            arrival_time=request.arrival_time,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        for choice in generation.choices
+    ]
+
+
+def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    if sampling.seed is None or index == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & _MAX_SEED)
