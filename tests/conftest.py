@@ -1,0 +1,28 @@
+"""What holds for every test: a clean environment, no network, no time limit of Hypothesis, nothing left running."""
+
+import os
+
+import hypothesis
+import psutil
+import pytest
+
+# A developer's own settings must not change a test's outcome; child processes inherit this environment.
+for _name in list(os.environ):
+    if _name.startswith(("TOKENMILL_", "VLLM_")) and _name != "TOKENMILL_CACHE_DIR":
+        del os.environ[_name]
+for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "PROMETHEUS_MULTIPROC_DIR", "HF_TOKEN"):
+    os.environ.pop(_name, None)
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends what a failed test left running, so that it cannot disturb the next run."""
+    leftover = psutil.Process().children(recursive=True)
+    for process in leftover:
+        process.kill()
+    psutil.wait_procs(leftover, timeout=5)
