@@ -1,0 +1,36 @@
+"""Loads a model the way an engine core does, without an engine core."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill_engine.config.engine import ModelConfig
+from tokenmill_engine.config.model_files import resolve_model
+from tokenmill_engine.models.dense_decoder import DenseDecoder
+from tokenmill_engine.models.loader import load_model
+
+
+def model_config(name: str | Path | None, **changes: Any) -> ModelConfig:
+    """Configuration of a model folder, a file or (None) the embedded model; float32 unless `changes` say otherwise."""
+    files = resolve_model(None if name is None else str(name))
+    values: dict[str, Any] = {
+        "architecture": files.architecture,
+        "load_format": "gguf" if files.kind == "gguf" else "safetensors",
+        "dtype": "float32",
+        "seed": 0,
+        "max_model_len": 512,
+    }
+    return ModelConfig(
+        name=files.name,
+        path=files.path,
+        tokenizer_path=files.tokenizer_path,
+        max_model_len_explicit=False,
+        eos_token_ids=files.eos_token_ids,
+        **(values | changes),
+    )
+
+
+def load_on_cpu(name: str | Path | None, **changes: Any) -> DenseDecoder:
+    """The loaded model, on the CPU."""
+    return load_model(model_config(name, **changes), torch.device("cpu"))
