@@ -111,9 +111,11 @@ class Watcher:
         return Exited(key, child.process.wait())
 
     def close(self) -> None:
-        """Stops watching; children are left as they are."""
+        """Stops watching and closes our ends of the channels, which tells children that still run to end."""
         for pidfd in self._pidfds.values():
             os.close(pidfd)
+        for child in self._children.values():
+            child.channel.close()
         self._pidfds.clear()
         self._children.clear()
         self._selector.close()

@@ -1,0 +1,99 @@
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.scripted_server import DONE, Reply, Script, ScriptedServer, Seen, event
+from tokenmill_server.cli import main as cli
+
+
+def delta(text: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]})
+
+
+def answer(seen: Seen, position: int) -> Reply:
+    if seen.path == "/v1/models":
+        return Reply([(0, b'{"data": [{"id": "small"}]}')], framing="length")
+    return Reply(
+        [
+            (0, event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]}) + delta("Hel")),
+            (0.02, delta("lo") + b": keep-alive\n\n" + DONE),
+        ]
+    )
+
+
+Start = Callable[[Script], ScriptedServer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    servers: list[ScriptedServer] = []
+
+    def begin(script: Script) -> ScriptedServer:
+        servers.append(ScriptedServer(script))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.close()
+
+
+def test_quick_asks_the_first_model(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    server = start(answer)
+    arguments = ["--url", f"{server.url}/v1/", "--api-key", "k", "--system-prompt", "Be brief.", "--max-tokens", "9"]
+    assert cli.main(["chat", *arguments, "--stats", "-q", "Hi"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello\n"
+    assert "pieces/s" in captured.err
+    request = server.seen[-1]
+    assert request.headers["authorization"] == "Bearer k"
+    assert request.body == {
+        "model": "small",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        "stream": True,
+        "max_tokens": 9,
+    }
+
+
+def test_conversation_keeps_what_was_said(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = start(answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/new\nthree\n"))
+    assert cli.main(["chat", "--url", f"{server.url}/v1", "--model-name", "m"]) == 0
+    asked = [[message["content"] for message in seen.body["messages"]] for seen in server.seen]
+    assert asked == [["one"], ["one", "Hello", "two"], ["three"]]
+    assert capsys.readouterr().out.count("Hello") == 3
+
+
+def test_a_refusal_is_shown_and_the_conversation_goes_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = Reply([(0, b'{"error": {"message": "too long"}}')], status=400, framing="length")
+    server = start(lambda seen, position: refusal if position == 0 else answer(seen, position))
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert cli.main(["chat", "--url", f"{server.url}/v1", "--model-name", "m"]) == 0
+    captured = capsys.readouterr()
+    assert "answered 400: too long" in captured.err
+    assert [message["content"] for message in server.seen[1].body["messages"]] == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Reply([(0, b"nope")], status=502, framing="length"), "answered 502: nope"),
+        (Reply([(0, event({"error": {"message": "engine died"}}) + DONE)]), "engine died"),
+        (Reply([(0, delta("Hel"))]), "closed the stream before its end"),
+    ],
+)
+def test_failures_are_one_line(start: Start, capsys: pytest.CaptureFixture[str], reply: Reply, message: str) -> None:
+    server = start(lambda seen, position: reply)
+    assert cli.main(["chat", "--url", f"{server.url}/v1", "--model-name", "m", "--quick", "Hi"]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "Hi"]) == 1
+    assert "no server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err

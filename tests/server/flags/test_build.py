@@ -1,0 +1,194 @@
+"""Resolution against the embedded model: what every flag becomes, and what is refused before anything starts."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmill_engine.config.device import DeviceInfo
+from tokenmill_engine.config.model_files import embedded_model_path
+from tokenmill_engine.errors import ConfigError, StartupError
+from tokenmill_server.flags import build
+from tokenmill_server.flags.build import Configuration, build_configuration
+from tokenmill_server.flags.command_line import read_flags
+from tokenmill_server.flags.table import FLAGS
+
+MODEL = str(embedded_model_path())
+GIB = 2**30
+
+
+def configure(*arguments: str, offline: bool = False, **environment: str) -> Configuration:
+    return build_configuration(read_flags(["--device", "cpu", *arguments], environment), offline=offline)
+
+
+def field(configuration: Configuration, destination: str) -> Any:
+    section, _, name = destination.partition(".")
+    owner: Any = configuration.server if section == "server" else configuration.engine
+    if section not in ("server", "engine"):
+        owner = getattr(owner, section)
+    return getattr(owner, name)
+
+
+def test_defaults() -> None:
+    configuration = configure()
+    engine, server = configuration.engine, configuration.server
+    assert (engine.model.name, engine.model.path) == ("SmolLM2-135M-Instruct", MODEL)
+    assert (engine.model.load_format, engine.model.dtype) == ("gguf", "bfloat16")
+    assert (engine.model.max_model_len, engine.model.max_model_len_explicit) == (8192, False)
+    assert (engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens) == (256, 2048)
+    assert (server.host, server.port, server.api_server_count) == ("127.0.0.1", 8000, 1)
+    assert server.served_model_names == ("SmolLM2-135M-Instruct",)
+    assert server.shutdown_timeout_s == 30
+
+
+CASES = [
+    (["--model", MODEL], "model.name", MODEL),
+    (["--load-format", "dummy"], "model.load_format", "dummy"),
+    (["--dtype", "float32"], "model.dtype", "float32"),
+    (["--seed", "7"], "model.seed", 7),
+    (["--max-model-len", "1K"], "model.max_model_len", 1024),
+    (["--max-model-len", "1K"], "model.max_model_len_explicit", True),
+    (["--max-model-len", "auto"], "model.max_model_len_explicit", False),
+    (["--max-logprobs", "-1"], "model.max_logprobs", -1),
+    (["--served-model-name", "a", "b"], "server.served_model_names", ("a", "b")),
+    (["--served-model-name", "a", "b"], "observability.model_name", "a"),
+    (["--host", "0.0.0.0"], "server.host", "0.0.0.0"),
+    (["--port", "9"], "server.port", 9),
+    (["--uds", "/tmp/x.sock"], "server.uds", "/tmp/x.sock"),
+    (["--api-key", "k"], "server.api_keys", ("k",)),
+    (["--chat-template", "{{ messages }}"], "server.chat_template", "{{ messages }}"),
+    (["--stream-interval", "8"], "server.stream_interval", 8),
+    (["--shutdown-timeout", "1.5"], "server.shutdown_timeout_s", 1.5),
+    (["--api-server-count", "4"], "server.api_server_count", 4),
+    (["-dp", "2"], "server.api_server_count", 2),
+    (["-dp", "2"], "engine.data_parallel_size", 2),
+    (["--block-size", "32"], "cache.block_size", 32),
+    (["--gpu-memory-utilization", "0.5"], "cache.gpu_memory_utilization", 0.5),
+    (["--kv-cache-memory-bytes", "1G"], "cache.kv_cache_memory_bytes", GIB),
+    (["--num-gpu-blocks-override", "20"], "cache.num_gpu_blocks_override", 20),
+    (["--no-enable-prefix-caching"], "cache.enable_prefix_caching", False),
+    (["--max-num-seqs", "4"], "scheduler.max_num_seqs", 4),
+    (["--max-num-batched-tokens", "32"], "scheduler.max_num_batched_tokens", 32),
+    (["--max-num-batched-tokens", "32"], "scheduler.max_num_seqs", 32),
+    (["--scheduling-policy", "priority"], "scheduler.policy", "priority"),
+    (["--no-async-scheduling"], "scheduler.async_scheduling", False),
+    (["--enforce-eager"], "device.enforce_eager", True),
+    (["--disable-log-stats"], "observability.log_stats", False),
+    (["--disable-log-stats"], "observability.metrics_namespaces", ()),
+    (["--log-stats-interval", "3"], "observability.stats_interval_s", 3.0),
+    (["--log-level", "debug"], "observability.log_level", "DEBUG"),
+    (["--log-level", "debug"], "server.log_level", "DEBUG"),
+    (["--metrics-namespace", "vllm"], "observability.metrics_namespaces", ("vllm",)),
+]
+RESOLVED_BY_OTHER_TESTS = {"device.kind", "model.tokenizer_path", "server.default_sampling"}
+
+
+@pytest.mark.parametrize(("arguments", "destination", "value"), CASES)
+def test_flag_reaches_its_place(arguments: list[str], destination: str, value: object) -> None:
+    assert field(configure(*arguments), destination) == value
+    if arguments != ["--max-model-len", "auto"]:
+        assert field(configure(), destination) != value
+
+
+def test_every_flag_has_a_case() -> None:
+    assert {flag.destination for flag in FLAGS.values()} <= {case[1] for case in CASES} | RESOLVED_BY_OTHER_TESTS
+
+
+def test_max_model_len_auto_is_the_default() -> None:
+    assert configure("--max-model-len", "auto") == configure()
+
+
+def test_tokenizer_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "other.gguf").symlink_to(MODEL)
+    model = configure("--tokenizer", str(tmp_path / "other.gguf")).engine.model
+    assert (model.path, model.tokenizer_path) == (MODEL, str(tmp_path / "other.gguf"))
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 5}))
+    assert configure("--generation-config", str(tmp_path)).server.default_sampling == {"temperature": 0.3, "top_k": 5}
+    assert configure("--generation-config", "vllm").server.default_sampling == {}
+
+
+def test_chat_template_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("hello")
+    assert configure("--chat-template", str(file)).server.chat_template == "hello"
+
+
+def test_threads_are_shared_by_engine_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cpu_threads", lambda: 6)
+    assert [configure("-dp", str(n)).engine.device.num_threads for n in (1, 2, 4, 8)] == [6, 3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("gib", "offline", "seqs", "tokens"), [(80, False, 1024, 8192), (80, True, 1024, 16384), (24, True, 256, 2048)]
+)
+def test_defaults_follow_the_device(
+    monkeypatch: pytest.MonkeyPatch, gib: int, offline: bool, seqs: int, tokens: int
+) -> None:
+    gpu = DeviceInfo("cuda", "GPU", gib * GIB, 2, (9, 0))
+    monkeypatch.setattr(build, "detect_device", lambda requested: gpu)
+    engine = configure(offline=offline).engine
+    assert engine.device.kind == "cuda"
+    assert (engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens) == (seqs, tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/model/here"], "does not exist"),
+        (["/no/such/folder"], "does not exist"),
+        (["--max-model-len", "9k"], "--max-model-len 9000 is more than the 8192 positions"),
+        (["--load-format", "safetensors"], "use --load-format gguf or auto"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "use at most --max-num-seqs 32"),
+        (["--uds", "/tmp/s", "--port", "1"], "--uds contradicts --port"),
+        (["--uds", "/tmp/s", "--host", "x"], "--uds contradicts --host"),
+        (["--num-gpu-blocks-override", "9", "--kv-cache-memory-bytes", "1G"], "both set the size of the KV cache"),
+        (["--disable-log-stats", "--metrics-namespace", "vllm"], "--disable-log-stats contradicts --metrics-namespace"),
+        (["--chat-template", "/no/file"], "--chat-template /no/file: No such file or directory"),
+        (["--generation-config", "/no/folder"], "has no generation_config.json"),
+    ],
+)
+def test_refused_before_anything_starts(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configure(*arguments)
+    assert message in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+def test_environment_yields_instead_of_contradicting() -> None:
+    values = read_flags(["--uds", "/tmp/s", "--device", "cpu"], {"TOKENMILL_HOST": "0.0.0.0", "TOKENMILL_PORT": "1"})
+    server = build_configuration(values).server
+    assert (server.uds, server.host, server.port) == ("/tmp/s", "127.0.0.1", 8000)
+    values = read_flags(["--port", "1", "--device", "cpu"], {"TOKENMILL_UDS": "/tmp/s"})
+    assert build_configuration(values).server.uds is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-cache-memory-bytes", "100T"], "use --kv-cache-memory-bytes "),
+        (["-dp", "4", "--dtype", "float32"], "use a smaller --data-parallel-size than 4"),
+        (["--dtype", "float32"], "use a smaller model"),
+    ],
+)
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+    room = 2**28 if arguments[0] == "--dtype" else 2**30
+    monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo("cpu", "cpu", room, 1))
+    with pytest.raises(StartupError, match=message):
+        configure(*arguments)
+
+
+def test_more_engine_cores_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo("cuda", "GPU", 80 * GIB, 2, (9, 0)))
+    with pytest.raises(StartupError, match="use at most --data-parallel-size 2"):
+        configure("-dp", "4")
+
+
+def test_memory_share_on_the_cpu_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        configure("--gpu-memory-utilization", "0.5")
+    assert "--gpu-memory-utilization has no effect on the CPU; use --kv-cache-memory-bytes" in caplog.text

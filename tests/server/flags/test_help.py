@@ -1,0 +1,38 @@
+import pytest
+
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.flags.flag import Group
+from tokenmill_server.flags.help import help_text
+from tokenmill_server.flags.table import FLAGS
+from tokenmill_server.flags.unsupported import UNSUPPORTED
+
+
+def test_every_flag_is_in_the_help_under_its_heading() -> None:
+    text = help_text()
+    positions = [text.index(f"\n{group}:") for group in Group]
+    assert positions == sorted(positions)
+    for flag in FLAGS.values():
+        assert f"--{flag.name}" in text
+        assert f"--{flag.name}" in help_text(flag.group.upper())
+    assert "--config FILE" in text
+
+
+def test_topics() -> None:
+    assert help_text("SchedulerConfig") == help_text("scheduler")
+    assert "--port" not in help_text("Scheduler")
+    assert "--data-parallel-size, -dp" in help_text("dp")
+    assert "--max-model-len" in help_text("max_model")
+    complete = help_text("all")
+    assert "VLLM_API_KEY" in complete
+    assert "TOKENMILL_MAX_MODEL_LEN" in complete
+    assert all(f"--{row.name}" in complete for row in UNSUPPORTED.values())
+
+
+def test_unknown_topic() -> None:
+    with pytest.raises(ConfigError, match="headings Model, Frontend"):
+        help_text("xyzzy")
+
+
+def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(len(line) for line in help_text("scheduler").splitlines()) <= 80

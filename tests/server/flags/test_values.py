@@ -1,0 +1,129 @@
+import logging
+from pathlib import Path
+
+import pytest
+
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.flags.command_line import read_flags
+from tokenmill_server.flags.values import FlagValues, offer_keywords
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "flags.yaml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_precedence_command_line_file_environment_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 2\nmax-num-seqs: 2\n")
+    environment = {"TOKENMILL_PORT": "3", "TOKENMILL_MAX_NUM_SEQS": "3", "TOKENMILL_BLOCK_SIZE": "32"}
+    values = read_flags(["--port", "1", "--config", file], environment)
+    assert [values[key] for key in ("port", "max_num_seqs", "block_size", "seed")] == [1, 2, 32, 0]
+
+
+def test_file_spellings_lists_and_switches(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "model: m\nserved_model_name: [a, b]\nmax-model-len: 32k\nenable-prefix-caching: false\napi-key: k\n"
+        "tensor-parallel-size: 1\nuds:\n",
+    )
+    values = read_flags(["--config", file], {})
+    assert values["served_model_name"] == ("a", "b")
+    assert (values["model"], values["max_model_len"], values["enable_prefix_caching"]) == ("m", 32000, False)
+    assert values["api_key"] == ("k",)
+    assert not values.is_given("uds")
+
+
+def test_positional_model_beats_the_file(tmp_path: Path) -> None:
+    assert read_flags(["x", "--config", write(tmp_path, "model: m\n")], {})["model"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1\n", "unknown key prot in"),
+        ("prot: 1\n", "did you mean port?"),
+        ("port: eight\n", "port in "),
+        ("port: 1\nport: 2\n", "port appears twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "max_num_seqs appears twice"),
+        ("- port\n", "must be a mapping of flag names to values"),
+        ("port: [\n", "is not valid YAML"),
+        ("tensor-parallel-size: 4\n", "not supported yet"),
+        ("enable-prefix-caching: maybe\n", "must be true or false"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_flags(["--config", write(tmp_path, text)], {})
+    assert message in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+def test_a_wrong_value_in_the_file_is_an_error_even_if_overridden(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"port in .* must be"):
+        read_flags(["--port", "1", "--config", write(tmp_path, "port: -3\n")], {})
+
+
+def test_missing_file_and_two_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read --config .*No such file"):
+        read_flags(["--config", str(tmp_path / "none.yaml")], {})
+    with pytest.raises(ConfigError, match="merge the files"):
+        read_flags(["--config", "a", "--config", "b"], {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "key", "value"),
+    [
+        ({"VLLM_API_KEY": "a,b"}, "api_key", ("a", "b")),
+        ({"TOKENMILL_API_KEY": "t", "VLLM_API_KEY": "v"}, "api_key", ("t",)),
+        ({"VLLM_LOGGING_LEVEL": "debug"}, "log_level", "DEBUG"),
+        ({"VLLM_LOG_STATS_INTERVAL": "2.5"}, "log_stats_interval", 2.5),
+        ({"VLLM_CPU_KVCACHE_SPACE": "4"}, "kv_cache_memory_bytes", 4 * 2**30),
+        ({"TOKENMILL_ENFORCE_EAGER": "1"}, "enforce_eager", True),
+        ({"TOKENMILL_SERVED_MODEL_NAME": "a,b"}, "served_model_name", ("a", "b")),
+    ],
+)
+def test_environment(environment: dict[str, str], key: str, value: object) -> None:
+    assert read_flags([], environment)[key] == value
+
+
+@pytest.mark.parametrize("name", ["TOKENMILL_PORT", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"])
+def test_empty_variables_count_as_unset(name: str) -> None:
+    assert read_flags([], {name: ""}).given == {}
+
+
+def test_variables_that_mean_nothing() -> None:
+    """Kubernetes' service links, and vLLM's "no fixed cache"."""
+    assert read_flags([], {"TOKENMILL_PORT": "tcp://10.0.0.1:8000", "VLLM_CPU_KVCACHE_SPACE": "0"}).given == {}
+
+
+def test_wrong_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="TOKENMILL_PORT must be"):
+        read_flags([], {"TOKENMILL_PORT": "http"})
+
+
+def test_variables_of_vllm_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_flags([], {"VLLM_ATTENTION_BACKEND": "XFORMERS"})
+    assert "VLLM_ATTENTION_BACKEND has no effect" in caplog.text
+
+
+def test_keywords(tmp_path: Path) -> None:
+    values = FlagValues()
+    offer_keywords(values, {"model": tmp_path, "max_model_len": "1K", "tensor_parallel_size": 1, "dtype": None}, "LLM")
+    assert (values["model"], values["max_model_len"]) == (str(tmp_path), 1024)
+    assert not values.is_given("dtype")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"max_model_length": 1}, r"unknown argument LLM\(max_model_length=...\); did you mean max_model_len\?"),
+        ({"tensor_parallel_size": 2}, r"LLM\(tensor_parallel_size=...\) 2 is not supported yet"),
+        ({"port": 1}, "about serving over HTTP"),
+        ({"block_size": "big"}, r"LLM\(block_size=...\) must be"),
+    ],
+)
+def test_mistakes_in_keywords(keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offer_keywords(FlagValues(), keywords, "LLM")

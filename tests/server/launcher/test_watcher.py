@@ -1,0 +1,107 @@
+"""With real child processes: the echo child below sends back what it is told, or ends as it is told."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tokenmill_engine.ipc.channel import ControlChannel
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_server.supervisor import describe_exit, stop_children
+from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
+
+
+class Line(msgspec.Struct, tag=True, frozen=True):
+    text: str
+
+
+def echo() -> None:
+    """The child: `exit N` and `stubborn` are orders, everything else comes back twice."""
+    channel: ControlChannel[Line] = ControlChannel.from_fd(int(sys.argv[sys.argv.index("--control-fd") + 1]), Line)
+    while True:
+        text = channel.receive().text
+        if text.startswith("exit"):
+            channel.send(Line("last words"))
+            os._exit(int(text.split()[1]))
+        if text == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        channel.send(Line(text))
+        channel.send(Line(text))
+
+
+if __name__ == "__main__":
+    echo()
+
+
+@pytest.fixture
+def watcher() -> Iterator[Watcher]:
+    watcher = Watcher()
+    yield watcher
+    watcher.close()
+
+
+@pytest.fixture
+def child(watcher: Watcher) -> Iterator[ChildProcess[Line]]:
+    child: ChildProcess[Line] = spawn_child(__name__, Line)
+    watcher.add(("echo", 3), child)
+    yield child
+    stop_children([child])
+
+
+def collect(watcher: Watcher, count: int, timeout_s: float = 10) -> list[Event]:
+    events: list[Event] = []
+    deadline = time.monotonic() + timeout_s
+    while len(events) < count and time.monotonic() < deadline:
+        events += watcher.wait(deadline - time.monotonic())
+    return events
+
+
+def test_messages_then_exit(watcher: Watcher, child: ChildProcess[Line]) -> None:
+    child.channel.send(Line("a"))
+    assert collect(watcher, 2) == [Said(("echo", 3), Line("a"))] * 2
+    child.channel.send(Line("exit 7"))
+    assert collect(watcher, 2) == [Said(("echo", 3), Line("last words")), Exited(("echo", 3), 7)]
+    assert watcher.wait(0.05) == []
+
+
+def test_a_killed_child(watcher: Watcher, child: ChildProcess[Line]) -> None:
+    child.process.kill()
+    assert collect(watcher, 1) == [Exited(("echo", 3), -9)]
+
+
+def test_a_stubborn_child_is_killed(watcher: Watcher, child: ChildProcess[Line]) -> None:
+    child.channel.send(Line("stubborn"))
+    collect(watcher, 2)
+    started = time.monotonic()
+    stop_children([child])
+    assert 0.5 < time.monotonic() - started < 3
+    assert child.process.returncode == -9
+    assert collect(watcher, 1) == [Exited(("echo", 3), -9)]
+
+
+def test_signals_and_their_handlers_afterwards(watcher: Watcher) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with watcher.watch_signals([signal.SIGTERM]):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert collect(watcher, 1) == [Signalled(signal.SIGTERM)]
+        assert watcher.wait(0) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_event_loop_can_watch_it(watcher: Watcher, child: ChildProcess[Line]) -> None:
+    import select
+
+    assert select.select([watcher.fileno()], [], [], 0.05)[0] == []
+    child.channel.send(Line("a"))
+    assert select.select([watcher.fileno()], [], [], 10)[0] == [watcher.fileno()]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"), [(3, "exited with status 3"), (-15, "was ended by SIGTERM"), (-9, "lower --kv-cache")]
+)
+def test_ends_in_words(returncode: int, words: str) -> None:
+    assert words in describe_exit(returncode)
