@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenmill_engine.errors import ConfigError, TokenmillError
+from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import latency, serve, throughput
 from tokenmill_server.bench.metrics import LATENCIES
 from tokenmill_server.bench.workload import RandomShape
@@ -18,22 +18,19 @@ _GOALS = ("ttft", "tpot", "e2el")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark that `argv` (without the program's name) describes and return the exit code."""
+    """Run the benchmark that `argv` (what follows `tokenmill bench`) describes and return the exit code.
+
+    Raises: TokenmillError.
+    """
     parser = _build_parser()
     options, rest = parser.parse_known_args(argv)
-    try:
-        if options.benchmark == "serve":
-            if rest:
-                parser.error(f"unknown argument {rest[0]}")
-            return serve.run(_serve_bench(options))
-        if options.benchmark == "throughput":
-            return throughput.run(_throughput_bench(options, rest))
-        return latency.run(_latency_bench(options, rest))
-    except TokenmillError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    if options.benchmark == "serve":
+        if rest:
+            parser.error(f"unknown argument {rest[0]}")
+        return serve.run(_serve_bench(options))
+    if options.benchmark == "throughput":
+        return throughput.run(_throughput_bench(options, rest))
+    return latency.run(_latency_bench(options, rest))
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,109 @@
+"""`tokenmill bench`: the command line as users type it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripted_server import DONE, Reply, Script, ScriptedServer, Seen, text_event, usage_event
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.bench import cli
+
+Start = Callable[[Script], ScriptedServer]
+
+IDS = ["--prompt-format", "ids", "--vocab-size", "500"]
+
+
+def answer(seen: Seen, index: int) -> Reply:
+    if seen.path == "/v1/models":
+        return Reply([(0, b'{"data": [{"id": "m"}]}')], framing="length")
+    return Reply([(0.01, text_event("a")), (0.01, text_event("b", "length")), (0, usage_event(8, 2)), (0, DONE)])
+
+
+def test_serve_with_every_flag(
+    scripted_server: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
+    server = scripted_server(answer)
+    arguments = [
+        *["serve", "--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions", "--model", "m"],
+        *["--dataset-name", "random", "--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "2"],
+        *["--random-range-ratio", "0.25", "--random-prefix-len", "3", *IDS, "--request-rate", "100"],
+        *["--burstiness", "2", "--max-concurrency", "2", "--num-warmups", "1", "--seed", "3", "--ignore-eos"],
+        *[
+            "--percentile-metrics",
+            "ttft,e2el",
+            "--metric-percentiles",
+            "50,99.5",
+            "--goodput",
+            "ttft:5000",
+            "e2el:9000",
+        ],
+        *["--save-result", "--result-dir", str(tmp_path), "--result-filename", "out.json", "--disable-tqdm"],
+        *["--extra-body", '{"top_k": 3}', "--header", "X-Team=a=b"],
+    ]
+    assert cli.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "P99.5 E2EL (ms):" in output
+    assert "TPOT" not in output
+    assert "Request goodput (req/s):" in output
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["completed"] == 6
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    posts = [seen for seen in server.seen if seen.method == "POST"]
+    assert len(posts) == 7
+    assert {seen.headers["authorization"] for seen in posts} == {"Bearer from-environment"}
+    assert {seen.headers["x-team"] for seen in posts} == {"a=b"}
+    assert all(seen.body["top_k"] == 3 and seen.body["ignore_eos"] for seen in posts)
+    assert all(9 <= len(seen.body["prompt"]) <= 13 for seen in posts)
+
+
+def test_host_and_port(scripted_server: Start) -> None:
+    server = scripted_server(answer)
+    where = ["--host", "localhost", "--port", str(server.port), "--api-key", "given"]
+    assert cli.main(["serve", *where, "--num-prompts", "2", "--input-len", "4", "--output-len", "2", *IDS]) == 0
+    assert server.seen[-1].headers["authorization"] == "Bearer given"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--dataset-name", "sharegpt"], "invalid choice: 'sharegpt' (choose from random)"),
+        (["serve", "--request-rate", "0"], "'0' is not a number above 0"),
+        (["serve", "--request-rate", "nan"], "'nan' is not a number above 0"),
+        (["serve", "--random-range-ratio", "1"], "from 0 to below 1"),
+        (["serve", "--num-prompts", "none"], "at least 1"),
+        (["serve", "--percentile-metrics", "ttft,latency"], "choice of ttft, tpot, itl, e2el"),
+        (["serve", "--metric-percentiles", "101"], "from 0 to 100"),
+        (["serve", "--goodput", "itl:5"], "with a name of ttft, tpot, e2el"),
+        (["serve", "--goodput", "ttft"], "NAME:MILLISECONDS"),
+        (["serve", "--extra-body", "[1]"], "is not a JSON object"),
+        (["serve", "--header", "novalue"], "NAME=VALUE"),
+        (["serve", "--no-such-flag"], "unknown argument --no-such-flag"),
+        (["latency", "--num-iters", "0"], "at least 1"),
+        (["nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_mistakes_are_explained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err.replace("'random'", "random")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--backend", "openai-chat", "--prompt-format", "ids"], "needs --backend openai"),
+        (["serve", "--vocab-size", "10"], "is for --prompt-format ids"),
+        (["throughput", "--no-such-engine-flag", "1"], "unknown flag --no-such-engine-flag"),
+        (["latency", "--max-num-seqs", "-4"], "--max-num-seqs must be"),
+    ],
+)
+def test_contradictions_are_explained(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cli.main(arguments)
