@@ -14,7 +14,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARG
 KERNEL_SOURCES := $(wildcard kernels/tokenmill_kernels/cpu/*.py kernels/tokenmill_kernels/cpu/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast lint format bench flags-page constraints clean force
+.PHONY: help install serve test test-fast lint format bench pages constraints clean force
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s $$'\t'
@@ -44,8 +44,8 @@ format: $(VENV)/.stamp-test  ## put the code into shape
 bench: $(VENV)/.stamp-serve $(VENV)/.stamp-kernels  ## the benchmarks of benchmarks/README.md on this machine
 	$(BIN)/python benchmarks/run_cpu.py $(ARGS)
 
-flags-page: $(VENV)/.stamp-serve  ## write docs/flags.md from the table of flags
-	$(BIN)/python docs/make_flags_page.py > docs/flags.md.new && mv docs/flags.md.new docs/flags.md
+pages: $(VENV)/.stamp-serve  ## write docs/flags.md and docs/metrics.md from the code
+	$(BIN)/python docs/make_pages.py
 
 constraints: $(VENV)/.stamp-test  ## pin the versions that are installed now
 	$(BIN)/python tests/repo/pin_versions.py > constraints.txt.new && mv constraints.txt.new constraints.txt

@@ -1,0 +1,84 @@
+"""Writes docs/flags.md and docs/metrics.md from the code: `make pages`. Tests compare the pages with the code.
+
+What the pages say in prose is in `flags.head.md` and `metrics.head.md` beside them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric
+
+from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics
+from tokenmill_server.flags.flag import Arity, Flag, Group
+from tokenmill_server.flags.table import FLAGS
+from tokenmill_server.flags.unsupported import UNSUPPORTED
+
+DOCS = Path(__file__).parent
+
+
+def flags_page() -> Iterator[str]:
+    """Chunks of docs/flags.md."""
+    yield (DOCS / "flags.head.md").read_text()
+    for group in Group:
+        yield f"\n## {group}\n\n| flag | default | meaning |\n|---|---|---|\n"
+        for flag in FLAGS.values():
+            if flag.group is group:
+                yield f"| {_flag_names(flag)} | {_flag_default(flag)} | {_flag_meaning(flag)} |\n"
+    yield "\n## Not supported yet\n\n"
+    yield "These flags of vLLM are known by name. A value that asks for what Tokenmill does anyway is accepted; any "
+    yield "other\nis refused with a sentence that says so.\n\n"
+    yield ", ".join(f"`--{row.name}`" for row in sorted(UNSUPPORTED.values(), key=lambda row: row.name)) + "\n"
+
+
+def _flag_names(flag: Flag) -> str:
+    value = {Arity.SWITCH: "", Arity.MANY: f" {flag.metavar} ..."}.get(flag.arity, f" {flag.metavar}")
+    names = [f"`--{flag.name}{value}`", *(f"`{short}`" for short in flag.short)]
+    if flag.arity is Arity.SWITCH:
+        names.append(f"`--no-{flag.name}`")
+    return ", ".join(names).replace("|", "\\|") + ("" if flag.offline else " *")
+
+
+def _flag_default(flag: Flag) -> str:
+    if flag.default is None or flag.default == ():
+        return ""
+    if isinstance(flag.default, bool):
+        return "on" if flag.default else "off"
+    return ", ".join(flag.default) if isinstance(flag.default, tuple) else str(flag.default)
+
+
+def _flag_meaning(flag: Flag) -> str:
+    aliases = [f"`{alias.name}`" + (" (in GiB)" if alias.unit == 2**30 else "") for alias in flag.env]
+    text = flag.help.replace("|", "\\|").replace("<", "&lt;")
+    return f"{text}. Also {' and '.join(aliases)}" if aliases else text
+
+
+def metrics_page() -> Iterator[str]:
+    """Chunks of docs/metrics.md."""
+    yield (DOCS / "metrics.head.md").read_text()
+    engine, frontend = CollectorRegistry(), CollectorRegistry()
+    EngineMetrics("m", 0, 8192, registry=engine).set_cache_config({})
+    FrontendMetrics("m", 1, 8192, registry=frontend).observe_http("/health", "GET", 200, 0.0)
+    for title, registry in (("From the engine cores", engine), ("From the API servers", frontend)):
+        yield f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
+        for metric in registry.collect():
+            yield f"| `{_scraped_name(metric)}` | {metric.type} | {_labels(metric)} | {metric.documentation} |\n"
+
+
+def _scraped_name(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+def _labels(metric: Metric) -> str:
+    if metric.name.endswith("cache_config_info"):
+        return "engine, one per setting of the cache"
+    names = {name for sample in metric.samples for name in sample.labels} - {"le"}
+    return ", ".join(sorted(names))
+
+
+def main() -> None:
+    (DOCS / "flags.md").write_text("".join(flags_page()))
+    (DOCS / "metrics.md").write_text("".join(metrics_page()))
+
+
+if __name__ == "__main__":
+    main()
