@@ -1,0 +1,12 @@
+"""Tokenmill: a small, fast, honest LLM serving engine.
+
+>>> from tokenmill import LLM, SamplingParams
+>>> with LLM(model="path/to/model") as llm:
+...     outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
+"""
+
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.llm import LLM
+from tokenmill_server.llm_outputs import CompletionOutput, Logprob, RequestOutput
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

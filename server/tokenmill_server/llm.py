@@ -1,0 +1,260 @@
+"""`LLM`: text from Python, without a server, by the same engine cores and the same client as `tokenmill serve`."""
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import msgspec
+from tqdm import tqdm
+
+from tokenmill_engine.config.model_files import read_tokenizer_facts
+from tokenmill_engine.errors import InvalidRequestError, RequestError
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.engine_host import EngineHost
+from tokenmill_server.flags.build import Configuration, build_configuration
+from tokenmill_server.flags.values import FlagValues, offer_environment, offer_keywords
+from tokenmill_server.llm_outputs import RequestOutput, public_output
+from tokenmill_server.processing.chat_template import ChatTemplate, Message, text_of_content
+from tokenmill_server.processing.generation import GenerationRequest
+from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
+from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
+
+PromptInput = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with optional `cache_salt`."""
+
+_LIST_FIELDS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+
+
+class LLM:
+    """A model, loaded and ready. Keyword arguments are the flags of `tokenmill serve` with underscores.
+
+    Engine cores run in child processes, which end with `shutdown()`, with the `with` block, with the object or with
+    the program, whichever comes first. Calls from several threads at once are fine.
+
+    Raises:
+        ConfigError: an argument is unknown, wrong or contradicts another.
+        StartupError: the machine cannot give what the model needs.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, disable_log_stats: bool = True, **flags: Any) -> None:
+        values = FlagValues()
+        offer_keywords(values, {"model": model, "disable_log_stats": disable_log_stats, **flags}, "LLM")
+        offer_environment(values, os.environ)
+        configuration = build_configuration(values, offline=True)
+        self.tokenizer = load_tokenizer(configuration.engine.model.tokenizer_path)
+        self._default_sampling = SamplingParams(**configuration.server.default_sampling)
+        self._processor = _input_processor(configuration, self.tokenizer)
+        self._host = EngineHost(configuration.engine, self.tokenizer)
+        self._num_requests = 0
+        self._finalizer = weakref.finalize(self, self._host.close)
+        ready = self._host.start()
+        self._processor.max_model_len = min(engine.max_model_len for engine in ready)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._processor.max_model_len
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes each prompt; outputs are in the order of the prompts.
+
+        `sampling_params` is one for all or one per prompt; None takes the model's own defaults.
+
+        Raises:
+            RequestError: a prompt or its parameters are wrong, which the message numbers; nothing was generated.
+            EngineDeadError: an engine core died.
+        """
+        items = [_Item.from_prompt(prompt) for prompt in _prompt_list(prompts)]
+        priorities = [0] * len(items) if priority is None else list(priority)
+        if len(priorities) != len(items):
+            raise InvalidRequestError(f"{len(items)} prompts need as many priorities, got {len(priorities)}")
+        return self._run(items, self._sampling_list(sampling_params, len(items)), priorities, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several; otherwise like `generate`. `max_tokens` None means: as many as fit."""
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_variables=chat_template_kwargs or {},
+        )
+        items = [
+            _Item(text=self._processor.render_chat(_checked_messages(conversation), options), add_special_tokens=False)
+            for conversation in _conversation_list(messages)
+        ]
+        return self._run(items, self._sampling_list(sampling_params, len(items)), [0] * len(items), use_tqdm=use_tqdm)
+
+    def shutdown(self) -> None:
+        """Ends the engine cores. Calls that are still running in other threads fail. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _sampling_list(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            return [self._default_sampling] * count
+        if isinstance(given, SamplingParams):
+            return [_with_tuples(given)] * count
+        if len(given) != count:
+            raise InvalidRequestError(f"{count} prompts need one or as many sampling_params, got {len(given)}")
+        return [_with_tuples(params) for params in given]
+
+    def _run(
+        self, items: "Sequence[_Item]", sampling: Sequence[SamplingParams], priorities: Sequence[int], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Nothing is sent before every request is known to be right."""
+        with tqdm(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+            return self._host.run(self._generate(items, sampling, priorities, bar))
+
+    async def _generate(
+        self, items: "Sequence[_Item]", sampling: Sequence[SamplingParams], priorities: Sequence[int], bar: "tqdm[Any]"
+    ) -> list[RequestOutput]:
+        requests = [
+            await self._build(index, item, sampling[index], priorities[index]) for index, item in enumerate(items)
+        ]
+        progress = _Progress(bar)
+
+        async def complete(request: GenerationRequest) -> RequestOutput:
+            output = public_output(await self._host.generator.complete(request), self.tokenizer)
+            progress.add(output)
+            return output
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(complete(request)) for request in requests]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _build(self, index: int, item: "_Item", sampling: SamplingParams, priority: int) -> GenerationRequest:
+        try:
+            if item.text is not None:
+                prompt = await self._processor.encode_text(item.text, item.add_special_tokens)
+            else:
+                prompt = self._processor.take_token_ids(item.token_ids)
+            self._num_requests += 1
+            return self._processor.build(
+                prompt, sampling, label=str(self._num_requests), priority=priority, cache_salt=item.cache_salt
+            )
+        except RequestError as error:
+            raise type(error)(f"prompt {index}: {error}", error.param, error.code) from error
+
+
+@dataclass(slots=True, frozen=True)
+class _Item:
+    """One prompt as the user gave it: text, or else token ids."""
+
+    text: str | None = None
+    token_ids: Sequence[int] = ()
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+
+    @classmethod
+    def from_prompt(cls, prompt: PromptInput) -> "_Item":
+        if isinstance(prompt, str):
+            return cls(text=prompt)
+        if not isinstance(prompt, Mapping):
+            return cls(token_ids=list(prompt))
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
+            raise InvalidRequestError(
+                "a prompt mapping has either `prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
+            )
+        if "prompt" in prompt:
+            return cls(text=str(prompt["prompt"]), cache_salt=prompt.get("cache_salt"))
+        return cls(token_ids=list(prompt["prompt_token_ids"]), cache_salt=prompt.get("cache_salt"))
+
+
+class _Progress:
+    """Moves the bar and shows the rate of generated tokens."""
+
+    def __init__(self, bar: "tqdm[Any]") -> None:
+        self._bar = bar
+        self._num_tokens = 0
+        self._started = time.monotonic()
+
+    def add(self, output: RequestOutput) -> None:
+        self._num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        rate = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
+        self._bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+        self._bar.update()
+
+
+def _prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> Sequence[PromptInput]:
+    """A list of token ids is one prompt, a list of anything else is a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(Sequence[int], prompts)]
+    return cast(Sequence[PromptInput], prompts)
+
+
+def _conversation_list(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
+    if messages and isinstance(messages[0], Mapping):
+        return [cast(Sequence[Message], messages)]
+    return cast(Sequence[Sequence[Message]], messages)
+
+
+def _checked_messages(conversation: Sequence[Message]) -> list[Message]:
+    """The conversation with text contents.
+
+    Raises:
+        InvalidRequestError: a message has no role, or content that is not text.
+    """
+    checked: list[Message] = []
+    for index, message in enumerate(conversation):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError("every message is a mapping with a `role`", f"messages[{index}]")
+        content = text_of_content(message.get("content"), f"messages[{index}].content")
+        checked.append({**message, "content": content})
+    if not checked:
+        raise InvalidRequestError("a conversation needs at least one message", "messages")
+    return checked
+
+
+def _with_tuples(sampling: SamplingParams) -> SamplingParams:
+    """Lists and single strings, which people write, as the tuples that travel."""
+    changes: dict[str, Any] = {}
+    for name in _LIST_FIELDS:
+        value = getattr(sampling, name)
+        if isinstance(value, str):
+            changes[name] = (value,)
+        elif isinstance(value, list):
+            changes[name] = tuple(value)
+    return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+
+def _input_processor(configuration: Configuration, tokenizer: Tokenizer) -> InputProcessor:
+    source, bos_token, eos_token = read_tokenizer_facts(Path(configuration.engine.model.tokenizer_path))
+    source = configuration.server.chat_template or source
+    template = ChatTemplate(source, bos_token, eos_token) if source is not None else None
+    return InputProcessor(tokenizer, template, configuration.engine)
