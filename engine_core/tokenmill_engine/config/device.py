@@ -16,6 +16,7 @@ from tokenmill_engine.config.engine import DeviceKind, DtypeName
 from tokenmill_engine.errors import ConfigError, StartupError
 
 _CUDA_LIBRARIES = ("libcuda.so.1", "libcuda.so")
+_CGROUP = Path("/sys/fs/cgroup")
 _DEVICE_NAME_BYTES = 256
 _ATTRIBUTE_CAPABILITY_MAJOR, _ATTRIBUTE_CAPABILITY_MINOR = 75, 76
 _FIRST_BFLOAT16_CAPABILITY = (8, 0)
@@ -127,6 +128,6 @@ def cpu_threads() -> int:
 def _cgroup_value(file: str) -> str | None:
     """Content of a control file as a container sees it (version 2 names, or a version 1 controller's folder)."""
     try:
-        return (Path("/sys/fs/cgroup") / file).read_text(encoding="ascii").strip()
+        return (_CGROUP / file).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None

@@ -49,8 +49,15 @@ def read_optional_json(path: Path) -> Json:
 def parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureConfig:
     """The decoder that a `config.json` describes; `source` names it in errors.
 
-    Raises ConfigError for another architecture, another activation, quantized weights, or missing numbers.
+    Raises ConfigError for another architecture, another activation, quantized weights, missing or malformed numbers.
     """
+    try:
+        return _parse_architecture(config, source)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{source} is malformed: {error!r}") from error
+
+
+def _parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureConfig:
     name = _architecture_name(config, source)
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")

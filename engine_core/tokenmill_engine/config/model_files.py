@@ -139,6 +139,8 @@ def _with_tokenizer(files: ModelFiles, tokenizer: Path) -> ModelFiles:
 
 def _local_path(name: str, hub_patterns: list[str]) -> Path:
     """A folder in Hugging Face layout, or a GGUF file."""
+    if not name.strip():
+        raise ConfigError(f"model {name!r} does not exist: the name is empty")
     path = Path(name).expanduser()
     if path.is_dir():
         return _folder_or_its_gguf(path)
@@ -158,7 +160,9 @@ def _local_path(name: str, hub_patterns: list[str]) -> Path:
 def _folder_or_its_gguf(folder: Path) -> Path:
     if (folder / "config.json").is_file() or (folder / "tokenizer.json").is_file():
         return folder
-    candidates = [file for file in sorted(folder.glob("*.gguf")) if not re.search(r"-0000[2-9]-of-|mmproj", file.name)]
+    candidates = [
+        file for file in sorted(folder.glob("*.gguf")) if not re.search(r"-(?!00001)\d{5}-of-|mmproj", file.name)
+    ]
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
@@ -170,6 +174,7 @@ def _folder_or_its_gguf(folder: Path) -> Path:
 def _download(repo_id: str, patterns: list[str]) -> Path:
     """Local snapshot of a hub repository (from the cache if it is whole or the hub is offline)."""
     # Imported here because nobody but users of hub ids should pay its import at every start.
+    import httpx
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -182,7 +187,7 @@ def _download(repo_id: str, patterns: list[str]) -> Path:
     logger.info("fetching %s from the Hugging Face hub (files already in its cache are reused)", repo_id)
     try:
         snapshot = huggingface_hub.snapshot_download(repo_id, allow_patterns=patterns)
-    except (OSError, ValueError, errors.HfHubHTTPError) as error:
+    except (OSError, ValueError, httpx.HTTPError) as error:
         reason = next((text for kind, text in advice.items() if isinstance(error, kind)), None)
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"model {repo_id!r} cannot be downloaded: {reason or first_line}") from error
@@ -262,9 +267,12 @@ def parse_gguf_architecture(header: GGUFFile) -> ArchitectureConfig:
         raise ConfigError(f"GGUF file {header.path} has no tensor 'token_embd.weight'")
     hidden_size, num_layers = reader.integer("embedding_length"), reader.integer("block_count")
     num_heads = reader.integer("attention.head_count")
-    head_dim = reader.integer("attention.key_length", hidden_size // num_heads)
+    num_kv_heads = reader.integer("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"GGUF file {header.path}: {num_heads} heads are no multiple of {num_kv_heads} KV heads")
+    head_dim = reader.integer("attention.key_length", max(1, hidden_size // num_heads))
     rope, max_position = _gguf_rope(reader, head_dim)
-    window = reader.integer("attention.sliding_window", 0) or None
+    window = reader.integer("attention.sliding_window") if reader.get("attention.sliding_window") else None
     return ArchitectureConfig(
         name=_GGUF_ARCHITECTURES[family],
         vocab_size=tensors["token_embd.weight"].shape[0],
@@ -272,7 +280,7 @@ def parse_gguf_architecture(header: GGUFFile) -> ArchitectureConfig:
         intermediate_size=reader.integer("feed_forward_length"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=reader.integer("attention.head_count_kv", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=reader.number("attention.layer_norm_rms_epsilon", 1e-6),
         max_position_embeddings=max_position,
@@ -299,19 +307,25 @@ class _GGUFNumbers:
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key)
-        return default if value is None else float(value)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"GGUF file {self.header.path}: {self._family}.{key} must be a number, not {value!r}")
+        return float(value)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; a list with one number per layer counts if they are all equal."""
+        """A positive number; a list with one number per layer counts if they are all equal."""
         full_key = f"{self._family}.{key}"
         value: Any = self.header.metadata.get(full_key, default)
         if value is None:
             value = self.header.require(full_key)
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if len(set(map(str, value))) != 1:
                 raise ConfigError(f"GGUF file {self.header.path}: layers that differ in {full_key} are not supported")
             value = value[0]
-        return int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"GGUF file {self.header.path}: {full_key} must be a positive integer, not {value!r}")
+        return value
 
 
 def _gguf_rope(reader: _GGUFNumbers, head_dim: int) -> tuple[RopeConfig, int]:
