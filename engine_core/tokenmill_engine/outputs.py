@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.messages import SamplingParams
 
 
@@ -96,3 +97,18 @@ class StepResult:
     """row -> prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
     errors: dict[int, str] = field(default_factory=dict)
     """row -> why this request alone failed (for example logits that are not numbers)."""
+
+
+@dataclass(slots=True, frozen=True)
+class KVCapacity:
+    """What an initialized worker offers."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    """Longest request (prompt + output) that the pool holds with nothing else in it; at most the configured one."""
+    kv_cache_bytes: int
+    groups: tuple[KVGroup, ...]
+    attention_backend: str
+    phases: dict[str, float]
+    """Seconds that each phase of the start took."""

@@ -8,8 +8,8 @@ import torch
 from tokenmill_engine.sampling.table import FREQUENCY, PRESENCE, REPETITION
 from tokenmill_engine.sampling.tokens import Rows, TokenTable
 
-_PIECE_TOKENS = 1 << 22
-"""Bound on the elements of the temporary index tensors."""
+_PIECE_ELEMENTS = 1 << 22
+"""Bound on the elements of a temporary tensor."""
 
 
 def apply_penalties(
@@ -23,7 +23,7 @@ def apply_penalties(
 
     `table_floats` is `SamplingTable.floats`; no row has more than `max_tokens` known tokens.
     """
-    for part in rows.pieces(max(1, _PIECE_TOKENS // max_tokens)):
+    for part in rows.pieces(max(1, _PIECE_ELEMENTS // max(max_tokens, logits.shape[1]))):
         _apply(logits, part, table_floats[part.slots], tokens, max_tokens)
 
 

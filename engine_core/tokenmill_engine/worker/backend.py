@@ -1,0 +1,30 @@
+"""What a kind of device has to offer a worker."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tokenmill_engine.kv_cache.spec import KVGroup
+from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
+from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.worker.slots import SlotTables
+
+
+class Backend(Protocol):
+    """Called in the order of the methods. Constructing one claims the device; raises StartupError if it cannot."""
+
+    device: torch.device
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention kernels, for the log."""
+
+    def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
+        """The loaded model and the slots, both on the device."""
+
+    def kv_bytes(self, block_bytes: int) -> int:
+        """Memory for the KV cache. Raises StartupError if there is none, or less than is asked for."""
+
+    def start(self, kv_caches: KVCaches) -> ModelRunner:
+        """A runner that has seen its kernels run once."""

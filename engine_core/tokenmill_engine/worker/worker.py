@@ -1,0 +1,114 @@
+"""The worker: owns a device with the model, the KV caches and the slots on it, and runs step plans there."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.kv_cache.spec import group_layers
+from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
+from tokenmill_engine.models.loader import load_model
+from tokenmill_engine.outputs import KVCapacity, StepPlan
+from tokenmill_engine.worker import memory
+from tokenmill_engine.worker.backend import Backend
+from tokenmill_engine.worker.cpu import CpuBackend
+from tokenmill_engine.worker.cuda import CudaBackend
+from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.worker.results import PendingResult
+from tokenmill_engine.worker.slots import SlotShape, SlotTables
+
+logger = logging.getLogger(__name__)
+
+_SPARE_TOKENS = 16
+"""Columns of the token table past the longest request: steps in flight may append a few tokens after its end."""
+
+
+class Worker:
+    """One device. `initialize` once, then `execute` plans in order, from one thread at a time."""
+
+    def __init__(self, config: EngineConfig, device_index: int = 0) -> None:
+        self._config = config
+        self._device_index = device_index
+        self._phases: dict[str, float] = {}
+        self._runner: ModelRunner | None = None
+
+    def initialize(self) -> KVCapacity:
+        """Load the model, size and allocate the KV cache, warm up.
+
+        Raises:
+            ConfigError: the checkpoint does not fit the configuration.
+            StartupError: the machine cannot give what the configuration asks for.
+        """
+        config = self._config
+        with self._phase("device"):
+            backend: Backend = (
+                CpuBackend(config) if config.device.kind == "cpu" else CudaBackend(config, self._device_index)
+            )
+        with self._phase("load"):
+            model = load_model(config.model, backend.device)
+            groups = group_layers(model.kv_specs)
+            tables = SlotTables(self._slot_shape(len(groups)), backend.device)
+        with self._phase("profile"):
+            backend.attach(model, tables, groups)
+            # All groups take their blocks from one pool.
+            block_bytes = max(group.block_bytes(config.cache.block_size) for group in groups)
+            num_blocks = memory.blocks_in(backend.kv_bytes(block_bytes), block_bytes)
+            max_model_len = memory.fit_model_len(config.model, num_blocks, config.cache.block_size, groups)
+        with self._phase("allocate"):
+            dtype = TORCH_DTYPES[config.model.dtype]
+            kv_caches = memory.allocate_kv_caches(groups, num_blocks, config.cache.block_size, dtype, backend.device)
+        with self._phase("warmup"):
+            self._runner = backend.start(kv_caches)
+        capacity = KVCapacity(
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_model_len=max_model_len,
+            kv_cache_bytes=num_blocks * block_bytes,
+            groups=groups,
+            attention_backend=backend.attention_backend,
+            phases=dict(self._phases),
+        )
+        self._report(capacity)
+        return capacity
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Enqueue one step on the device."""
+        if self._runner is None:
+            raise RuntimeError("the worker is not initialized")
+        return self._runner.execute(plan)
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._runner = None
+
+    def _slot_shape(self, num_groups: int) -> SlotShape:
+        config = self._config
+        max_len = config.model.max_model_len + _SPARE_TOKENS
+        return SlotShape(
+            num_slots=config.scheduler.max_num_seqs,
+            max_len=max_len,
+            max_blocks=-(-max_len // config.cache.block_size),
+            num_groups=num_groups,
+            vocab_size=config.model.architecture.vocab_size,
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._phases[name] = time.monotonic() - started
+
+    def _report(self, capacity: KVCapacity) -> None:
+        num_tokens = capacity.num_blocks // len(capacity.groups) * capacity.block_size
+        logger.info("attention backend: %s", capacity.attention_backend)
+        logger.info(
+            "KV cache: %d tokens in %d blocks (%s); maximum concurrency for %d tokens per request: %.2fx",
+            num_tokens,
+            capacity.num_blocks,
+            memory.gib(capacity.kv_cache_bytes),
+            capacity.max_model_len,
+            num_tokens / capacity.max_model_len,
+        )
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._phases.items())
+        logger.info("worker ready: %s", phases)
