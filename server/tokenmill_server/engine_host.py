@@ -93,8 +93,7 @@ class EngineHost:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        with RunDir() as run_dir:
-            watcher = Watcher()
+        with Watcher() as watcher, RunDir() as run_dir:
             engines = EngineSupervisor(self._config, str(run_dir.path), watcher)
             try:
                 ready = self._watch(watcher, engines)
@@ -105,7 +104,6 @@ class EngineHost:
             finally:
                 self._loop.remove_reader(watcher.fileno())
                 engines.stop()
-                watcher.close()
 
     async def _generate_until_stopped(self, run_dir: str, ready: list[EngineReady], stop: asyncio.Event) -> None:
         client = EngineClient(run_dir, client=0, incarnation=0, num_engines=len(ready))

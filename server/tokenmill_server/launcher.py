@@ -65,8 +65,7 @@ def serve(configuration: Configuration) -> int:
         StartupError: the port is taken, or a process could not start.
         EngineDeadError: an engine core died; every open request was answered first, as far as possible.
     """
-    watcher = Watcher()
-    with RunDir() as run_dir, watcher.watch_signals(_STOP_SIGNALS):
+    with Watcher() as watcher, RunDir() as run_dir, watcher.watch_signals(_STOP_SIGNALS):
         listener = bind(configuration.server)
         launcher = Launcher(configuration, listener, run_dir, watcher)
         try:
@@ -74,7 +73,6 @@ def serve(configuration: Configuration) -> int:
         finally:
             launcher.stop()
             release(listener)
-            watcher.close()
 
 
 class Launcher:

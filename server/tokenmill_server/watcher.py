@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from tokenmill_engine.ipc.channel import ChannelClosedError
@@ -53,6 +53,12 @@ class Watcher:
         self._children: dict[ChildKey, ChildProcess[Any]] = {}
         self._pidfds: dict[ChildKey, int] = {}
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
+
+    def __enter__(self) -> "Watcher":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def fileno(self) -> int:
         """Readable whenever `wait(0)` has something to return."""
@@ -138,9 +144,7 @@ class WatchedSignals:
             self._previous[number] = signal.signal(number, _ignore)
         self._selector.register(self._reader, selectors.EVENT_READ, self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)

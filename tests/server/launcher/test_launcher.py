@@ -1,0 +1,210 @@
+"""The real launcher in a process of its own, over scripted children: see `tests/support/scripted_*.py`."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.server import wait_for
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import logging, sys
+from tokenmill_engine.errors import TokenmillError
+from tokenmill_server import launcher, supervisor
+from tokenmill_server.flags.build import build_configuration
+from tokenmill_server.flags.command_line import read_flags
+logging.basicConfig(level=logging.INFO)
+launcher._API_SERVER_MODULE = "tests.support.scripted_api_server"
+supervisor._ENGINE_MODULE = "tests.support.scripted_engine"
+try:
+    sys.exit(launcher.serve(build_configuration(read_flags(sys.argv[1:]))))
+except TokenmillError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+class Launched:
+    """The launcher's process, what it wrote and what its children wrote."""
+
+    def __init__(self, folder: Path, engine: str, api: str, arguments: tuple[str, ...]) -> None:
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self._log, self._children_log = folder / "log", folder / "children"
+        self._children_log.touch()
+        environment = {
+            "CHILD_LOG": str(self._children_log),
+            "CHILD_ENGINE": engine,
+            "CHILD_API": api,
+            "TMPDIR": str(self.temporary),
+        }
+        with self._log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    SCRIPT,
+                    "--device",
+                    "cpu",
+                    *(arguments if "--port" in arguments else ("--port", "0", *arguments)),
+                ],
+                stdout=stream,
+                stderr=stream,
+                env=os.environ | environment,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def children_log(self) -> str:
+        return self._children_log.read_text()
+
+    def wait_for(self, pattern: str, count: int = 1) -> None:
+        """Until `pattern` was written `count` times, by whomever."""
+        wait_for(lambda: len(re.findall(pattern, self.log + self.children_log)) >= count, 10, f"{pattern!r}")
+
+    def pid(self, name: str) -> int:
+        self.wait_for(f"{name} pid")
+        match = re.search(rf"{name} pid (\d+)", self.children_log)
+        assert match is not None
+        return int(match[1])
+
+    def wait(self, status: int) -> None:
+        """Until it ends with `status`; nothing may be left then."""
+        assert self.process.wait(15) == status, self.log
+        for pid in re.findall(r"pid (\d+)", self.children_log):
+            assert not psutil.pid_exists(int(pid))
+        assert list(self.temporary.iterdir()) == []
+
+
+@contextlib.contextmanager
+def launched(*arguments: str, engine: str = "ready", api: str = "serve") -> Iterator[Launched]:
+    with tempfile.TemporaryDirectory(prefix="l-") as folder:
+        run = Launched(Path(folder), engine, api, arguments)
+        try:
+            yield run
+        finally:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
+                time.sleep(0.2)
+
+
+def test_ready_line_then_clean_stop() -> None:
+    with launched("-dp", "2", "-asc", "3") as run:
+        run.wait_for(r"is ready at http://127.0.0.1:\d+ after \d+\.\d s \(engine: load 0.1\)")
+        assert len(re.findall(r"api \d\.0 hears EnginesReady", run.children_log)) == 3
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(0)
+        assert len(re.findall(r"api \d\.0 hears Drain", run.children_log)) == 3
+        assert run.log.splitlines()[-1].endswith("all requests are finished; stopped")
+
+
+@pytest.mark.parametrize(
+    ("engine", "api", "last_line"),
+    [
+        ("refuse", "serve", "error: not enough of everything; use --less"),
+        ("crash", "serve", "error: engine core 0 exited with status 3 while it was starting"),
+        ("ready", "fail", "error: API server 0 exited with status 5 while it was starting"),
+    ],
+)
+def test_failed_starts_end_with_one_readable_line(engine: str, api: str, last_line: str) -> None:
+    with launched(engine=engine, api=api) as run:
+        run.wait(1)
+        assert run.log.splitlines()[-1] == last_line
+
+
+def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:
+    with launched("-dp", "2") as run:
+        run.wait_for("is ready at")
+        killed = time.monotonic()
+        os.kill(run.pid("engine 1"), signal.SIGKILL)
+        run.wait(1)
+        assert time.monotonic() - killed < 5
+        assert len(re.findall("hears EngineDied", run.children_log)) == 2
+        assert "engine core 1 was killed (SIGKILL)" in run.children_log
+        assert run.log.splitlines()[-1].startswith("error: engine core 1 was killed (SIGKILL)")
+
+
+def test_dead_api_server_is_replaced_and_its_requests_are_dropped() -> None:
+    with launched("-dp", "2") as run:
+        run.wait_for("is ready at")
+        os.kill(run.pid("api 1.0"), signal.SIGKILL)
+        run.wait_for(r"api 1\.1 hears EnginesReady")
+        run.wait_for(r"engine \d hears that client 1 is gone", count=2)
+        assert "API server 1 was killed" in run.log
+        run.process.send_signal(signal.SIGINT)
+        run.wait(0)
+
+
+def test_api_server_killed_while_starting_is_replaced() -> None:
+    with launched("-asc", "2") as run:
+        os.kill(run.pid("api 0.0"), signal.SIGKILL)
+        run.wait_for(r"api 0\.1 hears EnginesReady")
+        run.wait_for("is ready at")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(0)
+
+
+def test_api_servers_that_keep_dying_end_the_server() -> None:
+    with launched(api="crash") as run:
+        run.wait(1)
+        assert "error: API servers ended 5 times in 60 s; the last one exited with status 4" in run.log.splitlines()[-1]
+
+
+def test_drain_waits_for_open_requests() -> None:
+    with launched("--shutdown-timeout", "1", api="busy") as run:
+        run.wait_for("is ready at")
+        stopped = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(0)
+        assert 1 <= time.monotonic() - stopped < 3
+
+
+def test_second_signal_stops_at_once() -> None:
+    with launched(api="stubborn") as run:
+        run.wait_for("is ready at")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait_for("hears Drain")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(128 + signal.SIGTERM)
+
+
+def test_api_server_that_does_not_drain_is_cut_off() -> None:
+    with launched("--shutdown-timeout", "0", api="stubborn") as run:
+        run.wait_for("is ready at")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(0)
+        assert "are cut off" in run.log
+
+
+def test_killed_launcher_leaves_no_process() -> None:
+    with launched("-dp", "2", "-asc", "2") as run:
+        run.wait_for("is ready at")
+        pids = [run.pid(name) for name in ("engine 0", "engine 1", r"api 0\.0", r"api 1\.0")]
+        run.process.kill()
+        run.process.wait()
+        wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5, "end of every child")
+
+
+def test_taken_port() -> None:
+    with launched() as first:
+        first.wait_for("is ready at")
+        match = re.search(r"ready at http://127.0.0.1:(\d+)", first.log)
+        assert match is not None
+        with launched("--port", match[1]) as second:
+            assert second.process.wait(15) == 1
+        first.process.send_signal(signal.SIGTERM)
+        first.wait(0)

@@ -1,0 +1,39 @@
+"""A child that speaks an API server's part of the launcher's protocol. CHILD_API says how it behaves: `serve`, `crash`
+(exits with status 4 once engines are ready), `fail` (exits with status 5 at once), `busy` (drains until its time is
+over), `stubborn` (never drains)."""
+
+import os
+import sys
+import time
+
+from tests.support.scripted_child import begin, note
+from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, ToApiServer
+from tokenmill_server.control import ApiServerStart
+
+
+def main() -> None:
+    channel = begin("scripted API server", ApiServerStart | ToApiServer)
+    start: ApiServerStart = channel.receive()
+    behaviour = os.environ["CHILD_API"]
+    if behaviour == "fail":
+        sys.exit(5)
+    os.fstat(start.listen_fd)
+    name = f"api {start.client}.{start.incarnation}"
+    note(f"{name} pid {os.getpid()}")
+    channel.send(Listening())
+    while True:
+        message = channel.receive()
+        note(f"{name} hears {type(message).__name__}")
+        match message:
+            case EnginesReady() if behaviour == "crash":
+                sys.exit(4)
+            case EngineDied(message=reason):
+                note(reason)
+            case Drain(timeout_s=timeout_s) if behaviour != "stubborn":
+                time.sleep(timeout_s if behaviour == "busy" else 0)
+                channel.send(Drained())
+                sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

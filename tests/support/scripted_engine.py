@@ -1,0 +1,35 @@
+"""A child that speaks an engine core's part of the launcher's protocol. CHILD_ENGINE says how it behaves: `ready`,
+`refuse` (says why it cannot start), `crash` (exits with status 3 instead of starting)."""
+
+import os
+import sys
+
+import msgspec
+import zmq
+
+from tests.support.scripted_child import begin, note
+from tokenmill_engine.ipc.control import EngineStart, StartFailed
+from tokenmill_engine.ipc.sockets import bind_router, input_endpoint
+from tokenmill_engine.messages import ClientGone, EngineReady
+
+
+def main() -> None:
+    channel = begin("scripted engine", EngineStart)
+    start: EngineStart = channel.receive()
+    behaviour = os.environ["CHILD_ENGINE"]
+    if behaviour == "refuse":
+        channel.send(StartFailed("not enough of everything; use --less"))
+        sys.exit(1)
+    if behaviour == "crash":
+        sys.exit(3)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = bind_router(context, input_endpoint(start.run_dir, start.engine))
+    note(f"engine {start.engine} pid {os.getpid()}")
+    channel.send(EngineReady(start.engine, 128, 8, 16, 128, "none", {"load": 0.1}))
+    while True:
+        _, frame = socket.recv_multipart()
+        note(f"engine {start.engine} hears that client {msgspec.msgpack.decode(frame, type=ClientGone).client} is gone")
+
+
+if __name__ == "__main__":
+    main()
