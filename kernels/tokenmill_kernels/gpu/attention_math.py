@@ -1,0 +1,47 @@
+"""What the decode and the prefill kernel share: the online softmax over a tile of paged keys and values."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+MASKED_SCORE = tl.constexpr(-1.0e30)
+"""Finite, so that a row whose first tile is masked entirely stays free of NaN; its weights vanish (exp2 underflows to
+zero) as soon as a tile with a visible key raises the row's maximum."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def soft_capped(scores, cap):
+    """cap * tanh(scores / cap), with an exponential that cannot overflow."""
+    scaled = scores / cap
+    shrunk = tl.exp(-2.0 * tl.abs(scaled))
+    magnitude = cap * (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(scaled < 0.0, -magnitude, magnitude)
+
+
+@triton.jit
+def scaled_scores(q, k, scale, cap, precision: tl.constexpr):
+    """Scores of q [M, D] against k [N, D] in units of log2(e), float32 [M, N]. `cap` is None or the soft cap."""
+    scores = tl.dot(q, tl.trans(k), input_precision=precision)
+    if cap is None:
+        scores *= scale * LOG2_E
+    else:
+        scores = soft_capped(scores * scale, cap) * LOG2_E
+    return scores
+
+
+@triton.jit
+def cache_rows(table_ptr, keys, block_stride, token_stride, block_size: tl.constexpr):
+    """Element offsets, int64 [N], of the cache rows of token positions `keys` [N] of the request whose block table
+    starts at `table_ptr`."""
+    blocks = tl.load(table_ptr + keys // block_size).to(tl.int64)
+    return blocks * block_stride + (keys % block_size) * token_stride
+
+
+@triton.jit
+def load_rows(cache_ptr, rows, head_dim: tl.constexpr, dim_block: tl.constexpr):
+    """Cache rows [N, dim_block] at element offsets `rows` [N]; zero past `head_dim`."""
+    dims = tl.arange(0, dim_block)[None, :]
+    pointers = cache_ptr + rows[:, None] + dims
+    return tl.load(pointers) if head_dim == dim_block else tl.load(pointers, mask=dims < head_dim, other=0.0)

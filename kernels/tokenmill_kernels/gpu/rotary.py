@@ -1,0 +1,139 @@
+"""Rotary embedding of queries and keys, with the optional norm per head before it and the write to the KV cache
+after it, in one pass over q, k and v."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill_kernels.gpu.launch import COMPILE_OPTIONS
+
+_HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _rotate_heads(
+    heads_ptr, cache_ptr, inside, cached, cos, sin, norm_ptr, eps,
+    head_dim: tl.constexpr, half: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
+):  # fmt: skip
+    """Normalises (given `norm_ptr`) and rotates the heads at `heads_ptr` [heads, 1] in place, and writes them to
+    `cache_ptr` [heads, 1] (or None) too. The masks `inside` and `cached` are [heads, 1], cos and sin [1, half_block].
+    `rest_block` is 0 if all dimensions rotate."""
+    dims = tl.arange(0, half_block)[None, :]
+    keep = inside & (dims < half)
+    dtype = heads_ptr.dtype.element_ty
+    first = tl.load(heads_ptr + dims, mask=keep, other=0.0).to(tl.float32)
+    second = tl.load(heads_ptr + half + dims, mask=keep, other=0.0).to(tl.float32)
+    if rest_block > 0:
+        rest_dims = 2 * half + tl.arange(0, rest_block)[None, :]
+        keep_rest = inside & (rest_dims < head_dim)
+        rest = tl.load(heads_ptr + rest_dims, mask=keep_rest, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if rest_block > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        inverse_rms = tl.rsqrt(squares / head_dim + eps)[:, None]
+        first *= inverse_rms * tl.load(norm_ptr + dims, mask=dims < half, other=0.0).to(tl.float32)
+        second *= inverse_rms * tl.load(norm_ptr + half + dims, mask=dims < half, other=0.0).to(tl.float32)
+        if rest_block > 0:
+            rest *= inverse_rms * tl.load(norm_ptr + rest_dims, mask=rest_dims < head_dim, other=0.0).to(tl.float32)
+            tl.store(heads_ptr + rest_dims, rest.to(dtype), mask=keep_rest)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+    tl.store(heads_ptr + dims, rotated_first, mask=keep)
+    tl.store(heads_ptr + half + dims, rotated_second, mask=keep)
+    if cache_ptr is not None:
+        cache_dtype = cache_ptr.dtype.element_ty
+        tl.store(cache_ptr + dims, rotated_first.to(cache_dtype), mask=cached & (dims < half))
+        tl.store(cache_ptr + half + dims, rotated_second.to(cache_dtype), mask=cached & (dims < half))
+        if rest_block > 0:
+            tl.store(cache_ptr + rest_dims, rest.to(cache_dtype), mask=cached & (rest_dims < head_dim))
+
+
+@triton.jit
+def _copy_heads(source_ptr, target_ptr, inside, head_dim: tl.constexpr, dim_block: tl.constexpr):
+    """Copies whole heads between the pointers [heads, 1]."""
+    dims = tl.arange(0, dim_block)[None, :]
+    keep = inside & (dims < head_dim)
+    values = tl.load(source_ptr + dims, mask=keep, other=0.0)
+    tl.store(target_ptr + dims, values.to(target_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _rotary_kv_write_kernel(
+    q_ptr, k_ptr, v_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr,
+    q_norm_ptr, k_norm_ptr, eps,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    cache_block_stride, cache_token_stride, cache_head_stride, cos_sin_stride,
+    block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    half: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr, dim_block: tl.constexpr,
+    heads_per_program: tl.constexpr,
+):  # fmt: skip
+    """Token program_id(0); program_id(1) counts groups of query heads, then groups of key/value heads."""
+    token = tl.program_id(0).to(tl.int64)
+    num_query_groups: tl.constexpr = (num_heads + heads_per_program - 1) // heads_per_program
+    group = tl.program_id(1)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    dims = tl.arange(0, half_block)[None, :]
+    cos_ptrs = cos_sin_ptr + position * cos_sin_stride + dims
+    cos = tl.load(cos_ptrs, mask=dims < half, other=0.0)
+    sin = tl.load(cos_ptrs + half, mask=dims < half, other=0.0)
+    if group < num_query_groups:
+        heads = group * heads_per_program + tl.arange(0, heads_per_program)[:, None]
+        inside = heads < num_heads
+        q_heads = q_ptr + token * q_token_stride + heads * q_head_stride
+        _rotate_heads(
+            q_heads, None, inside, inside, cos, sin, q_norm_ptr, eps, head_dim, half, half_block, rest_block
+        )  # fmt: skip
+    else:
+        heads = (group - num_query_groups) * heads_per_program + tl.arange(0, heads_per_program)[:, None]
+        inside = heads < num_kv_heads
+        slot = tl.load(slot_mapping_ptr + token)
+        cached = inside & (slot >= 0)
+        row = slot // block_size * cache_block_stride + slot % block_size * cache_token_stride
+        cache_heads = row + heads * cache_head_stride
+        k_heads = k_ptr + token * k_token_stride + heads * k_head_stride
+        _rotate_heads(
+            k_heads, k_cache_ptr + cache_heads, inside, cached, cos, sin, k_norm_ptr, eps, head_dim, half, half_block,
+            rest_block,
+        )  # fmt: skip
+        v_heads = v_ptr + token * v_token_stride + heads * v_head_stride
+        _copy_heads(v_heads, v_cache_ptr + cache_heads, cached, head_dim, dim_block)
+
+
+def rotary_kv_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """As `tokenmill_kernels.ops.rotary_kv_write`: q and k rotated in place, k and v written to their slots."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, half = k.shape[1], cos_sin.shape[1] // 2
+    assert q.stride(2) == k.stride(2) == v.stride(2) == k_cache.stride(3) == 1
+    assert k_cache.stride() == v_cache.stride()
+    heads_per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    num_groups = triton.cdiv(num_heads, heads_per_program) + triton.cdiv(num_kv_heads, heads_per_program)
+    _rotary_kv_write_kernel[(num_tokens, num_groups)](
+        q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *k_cache.stride()[:3], cos_sin.stride(0),
+        block_size=k_cache.shape[1],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        half=half,
+        half_block=triton.next_power_of_2(half),
+        rest_block=triton.next_power_of_2(head_dim - 2 * half),
+        dim_block=triton.next_power_of_2(head_dim),
+        heads_per_program=heads_per_program,
+        num_warps=2,
+        **COMPILE_OPTIONS,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""Request state that lives on the device: expansion into the inputs of a step, and its update after the step.
+
+Persistent tables have one row per slot. A step names its requests by slot and gives a prefix sum of their new tokens;
+nothing else crosses from the host. Grids follow from padded sizes, so every launch can be captured in a CUDA graph.
+Padding: requests with no new token (any slot), tokens that no request owns, sampled tokens of slot -1.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill_kernels.gpu.launch import COMPILE_OPTIONS
+
+_BLOCK = 512
+_MAX_PIECES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTables:
+    """Tokens and counts by slot, all int32 on the device."""
+
+    token_ids: torch.Tensor
+    """[num_slots, max_len]"""
+    num_tokens: torch.Tensor
+    """[num_slots]: known tokens."""
+    num_computed: torch.Tensor
+    """[num_slots]: tokens whose keys and values are in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The requests of a step."""
+
+    slots: torch.Tensor
+    """int32 [R]"""
+    query_start_loc: torch.Tensor
+    """int32 [R + 1]: prefix sum of the new tokens of each request."""
+    max_query_len: int
+    """Upper bound on the new tokens of a request."""
+
+    def grid(self) -> tuple[int, int]:
+        """One row of programs per request and one for the padding, in pieces for long chunks."""
+        pieces = min(max(triton.cdiv(self.max_query_len, _BLOCK), 1), _MAX_PIECES)
+        return self.slots.shape[0] + 1, pieces
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Output of `expand_tokens`, all int32."""
+
+    input_ids: torch.Tensor
+    """[T]; 0 in padding."""
+    positions: torch.Tensor
+    """[T]; 0 in padding."""
+    seq_lens: torch.Tensor
+    """[R]: computed tokens after the step; 0 for padding."""
+
+
+@triton.jit
+def _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row):
+    """(first token, number of new tokens, slot as int64, computed tokens) of a request."""
+    start = tl.load(query_start_loc_ptr + row)
+    count = tl.load(query_start_loc_ptr + row + 1) - start
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    computed = tl.load(num_computed_ptr + slot, mask=count > 0, other=0)
+    return start, count, slot, computed
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+def _expand_tokens_kernel(
+    input_ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, query_start_loc_ptr, token_ids_ptr, num_computed_ptr,
+    num_requests, num_tokens, token_stride, block: tl.constexpr,
+):  # fmt: skip
+    """Row program_id(0) of the step; the row after the last is the padding."""
+    row = tl.program_id(0)
+    lanes = tl.program_id(1) * block + tl.arange(0, block)
+    step = tl.num_programs(1) * block
+    if row < num_requests:
+        start, count, slot, computed = _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row)
+        if tl.program_id(1) == 0:
+            tl.store(seq_lens_ptr + row, tl.where(count > 0, computed + count, 0))
+        for done in range(0, count, step):
+            tokens = done + lanes
+            inside = tokens < count
+            positions = computed + tokens
+            token_ids = tl.load(token_ids_ptr + slot * token_stride + positions, mask=inside, other=0)
+            tl.store(input_ids_ptr + start + tokens, token_ids, mask=inside)
+            tl.store(positions_ptr + start + tokens, positions, mask=inside)
+    else:
+        for done in range(tl.load(query_start_loc_ptr + num_requests), num_tokens, step):
+            tokens = done + lanes
+            zeros = tl.zeros((block,), dtype=tl.int32)
+            tl.store(input_ids_ptr + tokens, zeros, mask=tokens < num_tokens)
+            tl.store(positions_ptr + tokens, zeros, mask=tokens < num_tokens)
+
+
+def expand_tokens(tables: RequestTables, rows: StepRows, out: StepTokens) -> None:
+    """Fills `out` with the next tokens of each request: those after its computed ones."""
+    _expand_tokens_kernel[rows.grid()](
+        out.input_ids, out.positions, out.seq_lens, rows.slots, rows.query_start_loc, tables.token_ids,
+        tables.num_computed, rows.slots.shape[0], out.input_ids.shape[0], tables.token_ids.stride(0),
+        block=_BLOCK, num_warps=4, **COMPILE_OPTIONS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "out_stride"])
+def _expand_blocks_kernel(
+    out_table_ptr, slot_mapping_ptr, slots_ptr, query_start_loc_ptr, num_computed_ptr, table_ptr,
+    num_requests, num_tokens, table_stride, out_stride, block_size: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Row program_id(0) of the step; the row after the last is the padding."""
+    row = tl.program_id(0)
+    lanes = tl.program_id(1) * block + tl.arange(0, block)
+    step = tl.num_programs(1) * block
+    if row < num_requests:
+        start, count, slot, computed = _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row)
+        slot_table_ptr = table_ptr + slot * table_stride
+        num_blocks = tl.where(count > 0, tl.cdiv(computed + count, block_size), 0)
+        for done in range(0, num_blocks, step):
+            columns = done + lanes
+            blocks = tl.load(slot_table_ptr + columns, mask=columns < num_blocks, other=0)
+            tl.store(out_table_ptr + row.to(tl.int64) * out_stride + columns, blocks, mask=columns < num_blocks)
+        for done in range(0, count, step):
+            tokens = done + lanes
+            inside = tokens < count
+            positions = computed + tokens
+            blocks = tl.load(slot_table_ptr + positions // block_size, mask=inside, other=0).to(tl.int64)
+            tl.store(slot_mapping_ptr + start + tokens, blocks * block_size + positions % block_size, mask=inside)
+    else:
+        for done in range(tl.load(query_start_loc_ptr + num_requests), num_tokens, step):
+            tokens = done + lanes
+            tl.store(slot_mapping_ptr + tokens, tl.full((block,), -1, dtype=tl.int64), mask=tokens < num_tokens)
+
+
+def expand_blocks(
+    table: torch.Tensor,
+    num_computed: torch.Tensor,
+    rows: StepRows,
+    block_size: int,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Block tables and slot mapping of one KV group.
+
+    From `table` int32 [num_slots, max_blocks] and `num_computed` int32 [num_slots] fills `out`: block tables int32
+    [R, max_blocks], of which entries past a request's blocks keep what they held, and slots int64 [T] where the new
+    keys and values go, -1 in padding.
+    """
+    out_table, slot_mapping = out
+    _expand_blocks_kernel[rows.grid()](
+        out_table, slot_mapping, rows.slots, rows.query_start_loc, num_computed, table, rows.slots.shape[0],
+        slot_mapping.shape[0], table.stride(0), out_table.stride(0),
+        block_size=block_size, block=_BLOCK, num_warps=4, **COMPILE_OPTIONS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_samples", "max_len"])
+def _advance_kernel(
+    token_ids_ptr, num_tokens_ptr, num_computed_ptr, slots_ptr, query_start_loc_ptr, sample_slots_ptr, sampled_ptr,
+    num_requests, num_samples, token_stride, max_len, block: tl.constexpr,
+):  # fmt: skip
+    """Each lane advances one request and appends one sampled token."""
+    lanes = tl.program_id(0) * block + tl.arange(0, block)
+    inside = lanes < num_requests
+    start = tl.load(query_start_loc_ptr + lanes, mask=inside, other=0)
+    count = tl.load(query_start_loc_ptr + lanes + 1, mask=inside, other=0) - start
+    slots = tl.load(slots_ptr + lanes, mask=inside, other=0)
+    moved = inside & (count > 0)
+    computed = tl.load(num_computed_ptr + slots, mask=moved, other=0)
+    tl.store(num_computed_ptr + slots, computed + count, mask=moved)
+
+    sample_slots = tl.load(sample_slots_ptr + lanes, mask=lanes < num_samples, other=-1).to(tl.int64)
+    kept = sample_slots >= 0
+    token_ids = tl.load(sampled_ptr + lanes, mask=kept, other=0).to(tl.int32)
+    ends = tl.minimum(tl.load(num_tokens_ptr + sample_slots, mask=kept, other=0), max_len - 1)
+    tl.store(token_ids_ptr + sample_slots * token_stride + ends, tl.maximum(token_ids, 0), mask=kept)
+    tl.store(num_tokens_ptr + sample_slots, ends + 1, mask=kept)
+
+
+def advance(tables: RequestTables, rows: StepRows, sample_slots: torch.Tensor, sampled: torch.Tensor) -> None:
+    """After a step: counts its tokens as computed and appends `sampled` [S] (int32 or int64; negative counts as 0)
+    to the tokens of `sample_slots` int32 [S], -1 for none. The last column takes what goes past a full row."""
+    block = 256
+    num_requests, num_samples = rows.slots.shape[0], sample_slots.shape[0]
+    _advance_kernel[(triton.cdiv(max(num_requests, num_samples), block),)](
+        tables.token_ids, tables.num_tokens, tables.num_computed, rows.slots, rows.query_start_loc, sample_slots,
+        sampled, num_requests, num_samples, tables.token_ids.stride(0), tables.token_ids.shape[1],
+        block=block, num_warps=4, **COMPILE_OPTIONS,
+    )  # fmt: skip
