@@ -144,9 +144,9 @@ def paged_attention(
     return attended
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Rows ids [T] (int32 or int64, in range) of weight [V, N] -> [T, N]."""
-    return F.embedding(ids, weight)
+def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """Rows ids [T] (int32 or int64, in range) of weight [V, N] -> [T, N]. Packed, it may be the LM head too."""
+    return cpu.embedding(ids, weight) if isinstance(weight, PackedWeight) else F.embedding(ids, weight)
 
 
 def linear(
