@@ -31,12 +31,13 @@ class PagedForward:
     def step(self, work: Sequence[tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Computes the next tokens of each request; returns float32 logits [num_tokens, vocab_size] by request."""
         ordered = sorted(work, key=lambda item: len(item[1]) != 1)
-        batch = self._batch(ordered)
+        batch = self.prepare(ordered)
         logits = self._model.compute_logits(self._model.forward(batch, self.kv_caches))
         pieces = logits.split([len(tokens) for _, tokens in ordered])
         return {name: piece for (name, _), piece in zip(ordered, pieces, strict=True)}
 
-    def _batch(self, work: Sequence[tuple[str, Sequence[int]]]) -> ForwardBatch:
+    def prepare(self, work: Sequence[tuple[str, Sequence[int]]]) -> ForwardBatch:
+        """The batch of a step, requests with one token first, with blocks and lengths moved on."""
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
