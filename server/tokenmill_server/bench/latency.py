@@ -42,8 +42,8 @@ def run(bench: LatencyBench) -> int:
     with start_engine(bench.engine_flags) as llm:
         rounds = range(bench.num_iters_warmup + bench.num_iters)
         for index in tqdm(rounds, disable=not bench.show_progress):
-            prompts = id_prompts(shape, bench.batch_size, llm.vocab_size, seed=index)
-            inputs = [{"prompt_token_ids": prompt.content} for prompt in prompts]
+            prompts = id_prompts(shape, bench.batch_size, llm.tokenizer.num_tokens, seed=index)
+            inputs = [prompt.content for prompt in prompts]
             started_s = time.perf_counter()
             llm.generate(inputs, params, use_tqdm=False)
             if index >= bench.num_iters_warmup:

@@ -28,12 +28,12 @@ def run(bench: ThroughputBench) -> int:
     Raises: ConfigError, StartupError.
     """
     with start_engine(bench.engine_flags) as llm:
-        prompts = id_prompts(bench.shape, bench.num_prompts, llm.vocab_size, seed=0)
+        prompts = id_prompts(bench.shape, bench.num_prompts, llm.tokenizer.num_tokens, seed=0)
         params = [
             SamplingParams(n=bench.n, temperature=1.0, ignore_eos=True, max_tokens=prompt.output_len)
             for prompt in prompts
         ]
-        inputs = [{"prompt_token_ids": prompt.content} for prompt in prompts]
+        inputs = [prompt.content for prompt in prompts]
         started_s = time.perf_counter()
         outputs = llm.generate(inputs, params, use_tqdm=bench.show_progress)
         elapsed_s = time.perf_counter() - started_s
