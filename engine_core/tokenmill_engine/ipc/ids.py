@@ -8,8 +8,9 @@ import struct
 
 _COUNTER_BITS = 40
 _INCARNATION_BITS = 8
-_CLIENT_SHIFT = _COUNTER_BITS + _INCARNATION_BITS
-MAX_CLIENTS = 1 << (63 - _CLIENT_SHIFT)
+CLIENT_SHIFT = _COUNTER_BITS + _INCARNATION_BITS
+"""`request_id >> CLIENT_SHIFT` is the API server, for arrays of ids too."""
+MAX_CLIENTS = 1 << (63 - CLIENT_SHIFT)
 """Ids stay positive in int64."""
 
 LAUNCHER_IDENTITY = b"launcher"
@@ -25,12 +26,12 @@ def make_request_id(client: int, incarnation: int, counter: int) -> int:
         raise ValueError(f"client {client} is not in 0..{MAX_CLIENTS - 1}")
     incarnation &= (1 << _INCARNATION_BITS) - 1
     counter &= (1 << _COUNTER_BITS) - 1
-    return client << _CLIENT_SHIFT | incarnation << _COUNTER_BITS | counter
+    return client << CLIENT_SHIFT | incarnation << _COUNTER_BITS | counter
 
 
 def client_of(request_id: int) -> int:
     """The API server that owns the request."""
-    return request_id >> _CLIENT_SHIFT
+    return request_id >> CLIENT_SHIFT
 
 
 def client_identity(client: int) -> bytes:

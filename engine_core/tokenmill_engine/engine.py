@@ -1,0 +1,288 @@
+"""One engine core: takes client messages in, runs steps, and says what each API server is to be told.
+
+Knows nothing of sockets and processes (`process`), of devices (the executor) or of text. One thread uses it.
+"""
+
+import logging
+import random
+import time
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import EngineDeadError, EngineError, RequestError
+from tokenmill_engine.ipc.ids import client_of
+from tokenmill_engine.kv_cache.manager import KVCacheManager
+from tokenmill_engine.messages import (
+    AbortRequests,
+    AddRequest,
+    ClientGone,
+    ClientMessage,
+    EngineLoad,
+    EngineMessage,
+    Finish,
+    FinishReason,
+    Hello,
+    LoadReport,
+    ResetPrefixCache,
+    StepOutput,
+)
+from tokenmill_engine.metrics import EngineMetrics
+from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
+from tokenmill_engine.request import Request, RequestLimits, build_request
+from tokenmill_engine.scheduler.outcome import StepOutcome
+from tokenmill_engine.scheduler.packing import pack_outcome
+from tokenmill_engine.scheduler.scheduler import Scheduler
+from tokenmill_engine.scheduler.stats import IntervalStats
+
+logger = logging.getLogger(__name__)
+
+Output = tuple[int, EngineMessage]
+"""A message and the API server it goes to."""
+
+_KV_USAGE_CHANGE = 0.01
+"""A smaller change of KV usage alone is not worth a message."""
+
+
+class StepHandle(Protocol):
+    """A step that was handed to the executor."""
+
+    def result(self) -> StepResult:
+        """Wait for the step.
+
+        Raises:
+            EngineError: it failed as a whole; the executor can go on.
+            EngineDeadError: it cannot.
+        """
+
+
+class Executor(Protocol):
+    """Runs steps on a model, strictly in the order in which they were submitted."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Start a step; returns before it is done."""
+
+    def shutdown(self) -> None:
+        """Let the device go. Steps in flight are not waited for."""
+
+
+class EngineCore:
+    """Scheduler and executor in a pipeline: with asynchronous scheduling, step n + 1 is prepared while n runs.
+
+    `capacity` is what the executor's worker offers, `engine` the data-parallel rank.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, capacity: KVCapacity, engine: int = 0) -> None:
+        kv = KVCacheManager(
+            capacity.num_blocks, capacity.block_size, len(capacity.groups), config.cache.enable_prefix_caching
+        )
+        self._engine = engine
+        self._executor = executor
+        self._limits = RequestLimits(
+            max_model_len=min(capacity.max_model_len, kv.max_tokens),
+            vocab_size=config.model.architecture.vocab_size,
+            eos_token_ids=config.model.eos_token_ids,
+        )
+        self.scheduler = Scheduler(config.scheduler, kv, self._limits.max_model_len, config.model.eos_token_ids)
+        self._seeds = random.Random(f"{config.model.seed}/{engine}")
+        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._outbox: list[Output] = []
+        self._reported: dict[int, EngineLoad | None] = {}
+        """By API server, the load it was last told."""
+        self._recorder = _Recorder(config, capacity, engine)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do more than report."""
+        return self.scheduler.num_unfinished > 0 or bool(self._in_flight)
+
+    def handle(self, message: ClientMessage) -> None:
+        """Take a client's message in; what there is to answer comes out of the next `step`."""
+        match message:
+            case AddRequest():
+                self._add(message)
+            case AbortRequests(request_ids=request_ids, reason=reason):
+                self._abort(request_ids, reason)
+            case ClientGone(client=client):
+                self._abort(self.scheduler.request_ids_of(client), FinishReason.ABORT)
+                self._reported.pop(client, None)
+            case Hello(client=client):
+                self._reported[client] = None
+            case ResetPrefixCache():
+                self.scheduler.reset_prefix_cache()
+
+    def step(self) -> list[Output]:
+        """Keep the executor busy and finish the oldest step in flight, if there is one. Returns what to send.
+
+        Raises:
+            EngineDeadError: the device is lost.
+        """
+        self._fill_pipeline()
+        if self._in_flight:
+            plan, handle = self._in_flight.popleft()
+            try:
+                outcome = self.scheduler.commit(plan, handle.result())
+            except EngineDeadError:
+                raise
+            except EngineError as error:
+                logger.error("step %d failed, its %d requests end with an error: %s", plan.step, plan.num_reqs, error)
+                outcome = self.scheduler.fail_step(plan, error.message)
+            self._recorder.record_step(plan, outcome, self.scheduler)
+            self._outbox.extend(pack_outcome(outcome, self._engine, self.scheduler.load).items())
+        elif self.scheduler.num_unfinished:
+            raise RuntimeError(f"{self.scheduler.num_unfinished} requests are left, yet there is nothing to do")
+        self._report_load()
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def log_stats(self) -> None:
+        """Log throughput and load since the last call; not worth INFO if nothing happened."""
+        self._recorder.log_stats(self.scheduler)
+
+    def shutdown(self) -> None:
+        """Let the device go; unfinished requests are not answered."""
+        self._executor.shutdown()
+
+    def _add(self, message: AddRequest) -> None:
+        if self.scheduler.find(message.request_id) is not None:
+            logger.error("request id %d is in use already; the second one is dropped", message.request_id)
+            return
+        try:
+            request = build_request(message, self._limits, self._seeds)
+        except RequestError as error:
+            logger.warning("request %s (%d) refused: %s", message.label, message.request_id, error)
+            self._recorder.record_refusal()
+            self._tell_refused(message.request_id, error.message)
+            return
+        request.queued_time = time.monotonic()
+        self.scheduler.add(request)
+
+    def _tell_refused(self, request_id: int, message: str) -> None:
+        output = StepOutput(
+            engine=self._engine,
+            request_ids=np.array([request_id], dtype="<i8").tobytes(),
+            num_tokens=np.zeros(1, dtype="<i4").tobytes(),
+            token_ids=b"",
+            load=self.scheduler.load,
+            finishes=[Finish(0, FinishReason.ERROR, message=message)],
+        )
+        self._outbox.append((client_of(request_id), output))
+
+    def _abort(self, request_ids: list[int], reason: FinishReason) -> None:
+        for request_id in request_ids:
+            request = self.scheduler.abort(request_id, reason)
+            if request is not None:
+                logger.debug("request %s (%d) ended by its client: %s", request.label, request_id, reason)
+                self._recorder.record_finish(request, time.monotonic())
+
+    def _fill_pipeline(self) -> None:
+        while len(self._in_flight) < self._depth:
+            decision = self.scheduler.schedule()
+            if decision is None:
+                return
+            plan = self.scheduler.apply(decision)
+            self._in_flight.append((plan, self._executor.submit(plan)))
+
+    def _report_load(self) -> None:
+        """Set the gauges, and tell the API servers that had no output if the load is another than they know."""
+        load = self.scheduler.load
+        self._recorder.set_load(load)
+        for client, output in self._outbox:
+            if client in self._reported:
+                self._reported[client] = output.load
+        for client, known in self._reported.items():
+            if known is None or _differs(known, load):
+                self._outbox.append((client, LoadReport(self._engine, load)))
+                self._reported[client] = load
+
+
+def _differs(known: EngineLoad, load: EngineLoad) -> bool:
+    return (
+        known.num_running != load.num_running
+        or known.num_waiting != load.num_waiting
+        or abs(known.kv_usage - load.kv_usage) >= _KV_USAGE_CHANGE
+    )
+
+
+class _Recorder:
+    """Metrics and the stats line. Does nothing where they are switched off."""
+
+    def __init__(self, config: EngineConfig, capacity: KVCapacity, engine: int) -> None:
+        observability = config.observability
+        self._stats = IntervalStats(engine)
+        self._metrics = EngineMetrics(
+            observability.model_name,
+            engine,
+            config.model.max_model_len,
+            observability.metrics_namespaces if observability.log_stats else (),
+        )
+        self._metrics.set_cache_config(
+            {
+                "block_size": capacity.block_size,
+                "num_gpu_blocks": capacity.num_blocks,
+                "num_gpu_blocks_override": config.cache.num_gpu_blocks_override,
+                "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+                "kv_cache_memory_bytes": config.cache.kv_cache_memory_bytes,
+                "enable_prefix_caching": config.cache.enable_prefix_caching,
+                "kv_cache_size_tokens": capacity.num_blocks // len(capacity.groups) * capacity.block_size,
+                "kv_cache_max_concurrency": round(
+                    capacity.num_blocks // len(capacity.groups) * capacity.block_size / capacity.max_model_len, 2
+                ),
+            }
+        )
+        self._num_preemptions = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    def set_load(self, load: EngineLoad) -> None:
+        self._metrics.set_load(load)
+
+    def record_step(self, plan: StepPlan, outcome: StepOutcome, scheduler: Scheduler) -> None:
+        """Count a step that was committed."""
+        metrics, counters = self._metrics, scheduler.counters
+        metrics.iteration_tokens.observe(plan.num_tokens)
+        num_generated = len(outcome.token_ids)
+        if num_generated:
+            metrics.generation_tokens.inc(num_generated)
+            self._stats.count_generated(num_generated)
+        if counters.num_preemptions != self._num_preemptions:
+            metrics.num_preemptions.inc(counters.num_preemptions - self._num_preemptions)
+            self._num_preemptions = counters.num_preemptions
+        if counters.prefix_cache_queries != self._prefix_queries:
+            metrics.prefix_cache_queries.inc(counters.prefix_cache_queries - self._prefix_queries)
+            metrics.prefix_cache_hits.inc(counters.prefix_cache_hits - self._prefix_hits)
+            self._prefix_queries, self._prefix_hits = counters.prefix_cache_queries, counters.prefix_cache_hits
+        for request in outcome.prefilled.values():
+            metrics.count_prefill(request.num_prompt_tokens, request.num_cached_tokens)
+            self._stats.count_prefill(request.num_prompt_tokens, request.num_cached_tokens)
+        if outcome.finished:
+            now = time.monotonic()
+            for request, _ in outcome.finished.values():
+                self.record_finish(request, now)
+
+    def record_refusal(self) -> None:
+        self._metrics.count_finish(FinishReason.ERROR)
+
+    def record_finish(self, request: Request, now: float) -> None:
+        """Count a request that ended at `now`; phases it never reached are left out."""
+        assert request.finish_reason is not None
+        metrics = self._metrics
+        metrics.count_finish(request.finish_reason)
+        metrics.request_prompt_tokens.observe(request.num_prompt_tokens)
+        metrics.request_generation_tokens.observe(len(request.saved_output))
+        metrics.request_params_max_tokens.observe(request.max_tokens)
+        metrics.request_num_preemptions.observe(request.num_preemptions)
+        if request.first_scheduled_time:
+            metrics.request_queue_time.observe(request.first_scheduled_time - request.queued_time)
+            metrics.request_inference_time.observe(now - request.first_scheduled_time)
+        if request.first_token_time:
+            metrics.request_prefill_kv_computed_tokens.observe(request.num_prompt_tokens - request.num_cached_tokens)
+            metrics.request_prefill_time.observe(request.first_token_time - request.first_scheduled_time)
+            metrics.request_decode_time.observe(now - request.first_token_time)
+
+    def log_stats(self, scheduler: Scheduler) -> None:
+        text, happened = self._stats.line(scheduler.load, scheduler.counters)
+        logger.log(logging.INFO if happened else logging.DEBUG, "%s", text)

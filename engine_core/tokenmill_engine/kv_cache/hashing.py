@@ -1,0 +1,64 @@
+"""Names of full KV blocks by content: a hash chain over everything their keys and values depend on.
+
+A block's hash covers its parent's hash, its tokens and the media that lie in it; the chain starts at a root made of
+what holds for the whole request (LoRA adapter, cache salt). SHA-256 cut to 128 bits: nobody can construct two
+prompts that share a name, so one user never reads another's cache.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import NewType
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+BlockHash = NewType("BlockHash", bytes)
+
+_HASH_BYTES = 16
+
+
+@dataclass(slots=True, frozen=True)
+class MediaSpan:
+    """Prompt positions `start` .. `end` - 1 stand for one image, audio or video with this content hash."""
+
+    start: int
+    end: int
+    content_hash: str
+
+
+@dataclass(slots=True, frozen=True)
+class CacheKey:
+    """What the keys and values of a request depend on beside its token ids."""
+
+    lora_id: int | None = None
+    cache_salt: str | None = None
+    media: tuple[MediaSpan, ...] = ()
+
+    def root(self) -> BlockHash:
+        """The parent of the first block."""
+        document = msgspec.msgpack.encode(("tokenmill", self.lora_id, self.cache_salt))
+        return BlockHash(hashlib.sha256(document).digest()[:_HASH_BYTES])
+
+    def extra(self, start: int, end: int) -> bytes:
+        """Media in positions `start` .. `end` - 1: content and offset, so that a shifted image is another block."""
+        if not self.media:
+            return b""
+        inside = [(m.start - start, m.content_hash) for m in self.media if m.start < end and m.end > start]
+        return msgspec.msgpack.encode(inside) if inside else b""
+
+
+def hash_block(parent: BlockHash, token_ids: bytes, extra: bytes = b"") -> BlockHash:
+    """Name of the full block with int32 `token_ids` after `parent`. All blocks of a pool have equal size."""
+    return BlockHash(hashlib.sha256(parent + token_ids + extra).digest()[:_HASH_BYTES])
+
+
+def hash_full_blocks(token_ids: NDArray[np.int32], block_size: int, key: CacheKey) -> list[BlockHash]:
+    """Names of the full blocks of `token_ids` [num_tokens], first to last."""
+    parent = key.root()
+    hashes: list[BlockHash] = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        parent = hash_block(parent, token_ids[start:end].tobytes(), key.extra(start, end))
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,189 @@
+"""A request inside an engine core: what was asked, and how far it has come.
+
+Token counts and generated tokens of a running request live in the scheduler's slot table; here is what does not
+change from step to step. Knows nothing of blocks or slots' contents.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
+from tokenmill_engine.ipc.ids import client_of
+from tokenmill_engine.kv_cache.hashing import BlockHash, CacheKey
+from tokenmill_engine.messages import AddRequest, FinishReason, SamplingParams
+
+
+class RequestState(Enum):
+    """Where a request is. Why it finished is `Request.finish_reason`."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    """Holds a slot and blocks."""
+    PREEMPTED = auto()
+    """Waits again, without blocks; what it generated is kept."""
+    FINISHED = auto()
+
+
+_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.PREEMPTED, RequestState.FINISHED}),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+class IllegalTransitionError(Exception):
+    """A bug in the engine: the request cannot go from its state to that one."""
+
+
+def _no_tokens() -> NDArray[np.int32]:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. `sampling` is resolved: `seed` and `max_tokens` are numbers, the request cannot outgrow the pool.
+
+    `slot` is -1 unless running. Times are of the monotonic clock, in seconds; 0 until they happen.
+    """
+
+    request_id: int
+    label: str
+    prompt_token_ids: NDArray[np.int32]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    """Every id that ends the request."""
+    cache_key: CacheKey
+    arrival_time: float
+    """When the front end saw it; orders requests of equal priority."""
+    priority: int = 0
+    queued_time: float = 0.0
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Names of the leading full blocks, as far as they were needed yet."""
+    slot: int = -1
+    saved_output: NDArray[np.int32] = field(default_factory=_no_tokens)
+    """Tokens generated before the last preemption; up to date only while PREEMPTED."""
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at the first admission."""
+    num_prompt_logprobs: int = 0
+    """Prompt positions whose log-probabilities were sent."""
+    first_scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    finish_reason: FinishReason | None = None
+    _state: RequestState = RequestState.WAITING
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    @property
+    def client(self) -> int:
+        """The API server that owns the request."""
+        return client_of(self.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens it may generate."""
+        return self.sampling.max_tokens or 0
+
+    @property
+    def may_read_cache(self) -> bool:
+        """Prompt log-probabilities need every prompt position computed."""
+        return self.sampling.prompt_logprobs is None or self.num_prompt_logprobs >= self.num_prompt_tokens - 1
+
+    def transition(self, state: RequestState, reason: FinishReason | None = None) -> None:
+        """Change the state; `reason` goes with FINISHED and with nothing else.
+
+        Raises:
+            IllegalTransitionError: there is no way from here to there.
+        """
+        if state not in _TRANSITIONS[self._state] or (reason is None) != (state is not RequestState.FINISHED):
+            raise IllegalTransitionError(f"request {self.request_id}: {self._state.name} -> {state.name} ({reason})")
+        self._state = state
+        self.finish_reason = reason
+
+
+@dataclass(slots=True, frozen=True)
+class RequestLimits:
+    """What this engine can do for a request."""
+
+    max_model_len: int
+    """Longest prompt + output, already cut to what the pool holds."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Random) -> Request:
+    """Resolve a message into a request; `seeds` gives one to a request that has none.
+
+    The front end has checked all of this with better messages. What is checked again here would otherwise fail on
+    the device, and take the whole batch with it.
+
+    Raises:
+        ContextLengthError: the prompt leaves no room for a token.
+        InvalidRequestError: it is empty, or a token id or number is out of range.
+    """
+    prompt = np.frombuffer(message.prompt_token_ids, dtype="<i4")
+    num_prompt = len(prompt)
+    sampling = message.sampling
+    if num_prompt == 0:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    room = limits.max_model_len - num_prompt
+    if room < min(1, 1 if sampling.max_tokens is None else sampling.max_tokens):
+        raise ContextLengthError(
+            f"the prompt has {num_prompt} tokens; this engine holds {limits.max_model_len} including the output",
+            param="prompt",
+        )
+    _check_sampling(sampling, limits.vocab_size)
+    _check_vocabulary("prompt", prompt, limits.vocab_size)
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    seed = seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+    end_tokens = () if sampling.ignore_eos else limits.eos_token_ids
+    return Request(
+        request_id=message.request_id,
+        label=message.label,
+        prompt_token_ids=prompt,
+        sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed),
+        stop_token_ids=tuple(dict.fromkeys((*end_tokens, *sampling.stop_token_ids))),
+        cache_key=CacheKey(cache_salt=message.cache_salt),
+        arrival_time=message.arrival_time,
+        priority=message.priority,
+    )
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None and value < 0:
+            raise InvalidRequestError(f"{name} is {value}; it cannot be negative", param=name)
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            raise InvalidRequestError(f"{name} is not a finite number", param=name)
+    bias = sampling.logit_bias or {}
+    if not all(map(math.isfinite, bias.values())):
+        raise InvalidRequestError("logit_bias holds a value that is not a finite number", param="logit_bias")
+    _check_vocabulary("logit_bias", tuple(bias), vocab_size)
+    _check_vocabulary("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    _check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    for word in sampling.bad_words_token_ids:
+        _check_vocabulary("bad_words", word, vocab_size)
+
+
+def _check_vocabulary(name: str, token_ids: tuple[int, ...] | NDArray[np.int32], vocab_size: int) -> None:
+    if len(token_ids) == 0:
+        return
+    lowest, highest = int(np.min(token_ids)), int(np.max(token_ids))
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise InvalidRequestError(f"{name}: token id {wrong} is not in 0..{vocab_size - 1}", param=name)

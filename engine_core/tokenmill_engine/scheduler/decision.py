@@ -1,0 +1,143 @@
+"""What one step should do. Deciding reads the scheduler's state and changes nothing.
+
+There is no prefill phase and no decode phase: every request has tokens it should have computed and tokens it has,
+and a step hands out its budget to let them catch up. Running requests come first, those that need a single token
+before those that need many; what is left over admits waiting ones. Whatever does not fit is cut and goes on later.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenmill_engine.config.engine import SchedulerConfig
+from tokenmill_engine.kv_cache.manager import CachedPrefix, KVCacheManager
+from tokenmill_engine.request import Request
+from tokenmill_engine.scheduler.queue import WaitingQueue
+from tokenmill_engine.scheduler.slots import IntArray, SlotTable
+
+
+@dataclass(slots=True, frozen=True)
+class Admission:
+    """A waiting request takes a slot and blocks for all of its tokens, and computes `num_scheduled` of them now."""
+
+    request: Request
+    cached: CachedPrefix
+    num_tokens: int
+    num_scheduled: int
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """Preempt, then admit, then compute."""
+
+    slots: IntArray
+    """[num_rows] running requests to compute."""
+    num_scheduled: IntArray
+    """[num_rows] tokens of each, at least 1."""
+    growing: IntArray
+    """Indices of the rows that need more blocks first."""
+    admissions: list[Admission] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    num_blocks_needed: int = 0
+    """Blocks that the running requests needed before any was preempted."""
+
+
+class Decider:
+    """Decides steps from the state it was given."""
+
+    def __init__(self, config: SchedulerConfig, table: SlotTable, kv: KVCacheManager, waiting: WaitingQueue) -> None:
+        self._by_priority = config.policy == "priority"
+        self._budget = config.max_num_batched_tokens
+        self._table = table
+        self._kv = kv
+        self._waiting = waiting
+
+    def decide(self, steps_in_flight: bool) -> Decision | None:
+        """The next step, or None if there is nothing to do before a step in flight retires (or at all).
+
+        Preempting waits for the steps in flight: they may free the blocks, and nothing they yield is lost.
+        """
+        running = self._table.running
+        preempted: list[Request] = []
+        first_needed = 0
+        while True:
+            slots, num_scheduled = self._share_budget(running)
+            growing, needed = self._growth(slots, num_scheduled)
+            free = self._kv.pool.num_free + self._kv.count_freed(r.request_id for r in preempted)
+            if needed <= free:
+                break
+            if steps_in_flight:
+                return None
+            first_needed = first_needed or needed
+            victim = self._choose_victim(running)
+            preempted.append(victim)
+            running = running[running != victim.slot]
+        if preempted:
+            return Decision(slots, num_scheduled, growing, preempted=preempted, num_blocks_needed=first_needed)
+        admissions = self._admit(self._budget - int(num_scheduled.sum()), free - needed) if self._waiting else []
+        if len(slots) == 0 and not admissions:
+            return None
+        return Decision(slots, num_scheduled, growing, admissions)
+
+    def _share_budget(self, running: IntArray) -> tuple[IntArray, IntArray]:
+        """Rows to compute and tokens of each: single tokens first, each kind in order of admission."""
+        table = self._table
+        num_tokens = table.num_tokens[running]
+        pending = num_tokens - table.num_computed[running]
+        unfinished = num_tokens < table.max_total[running]
+        if not unfinished.all():
+            running, pending = running[unfinished], pending[unfinished]
+        total = int(pending.sum())
+        if total != len(running):
+            order = np.argsort(pending != 1, kind="stable")
+            running, pending = running[order], pending[order]
+        if total > self._budget:
+            pending = np.minimum(pending, self._budget - (np.cumsum(pending) - pending))
+            served = pending > 0
+            running, pending = running[served], pending[served]
+        return running, pending.astype(np.int32, copy=False)
+
+    def _growth(self, slots: IntArray, num_scheduled: IntArray) -> tuple[IntArray, int]:
+        """Rows whose tokens exceed their blocks, and how many blocks they lack together."""
+        lacking = self._table.num_computed[slots] + num_scheduled - self._table.capacity[slots]
+        growing = np.flatnonzero(lacking > 0).astype(np.int32)
+        if len(growing) == 0:
+            return growing, 0
+        num_blocks = -(-lacking[growing] // self._kv.block_size)
+        return growing, int(num_blocks.sum()) * self._kv.num_groups
+
+    def _choose_victim(self, running: IntArray) -> Request:
+        """Who gives its blocks back: the least urgent, then who was preempted least, then who came last."""
+        requests = [self._table.request(slot) for slot in running.tolist()]
+        if self._by_priority:
+            return max(requests, key=lambda r: (r.priority, -r.num_preemptions, r.arrival_time))
+        return min(reversed(requests), key=lambda r: r.num_preemptions)
+
+    def _admit(self, budget: int, free: int) -> list[Admission]:
+        """Waiting requests that start now, in their order, up to the first that does not fit.
+
+        A request fits if blocks for all of its tokens are free and one more remains for every other request that
+        runs: else the newcomer and the old ones would soon take turns in preempting each other.
+        """
+        admissions: list[Admission] = []
+        reserved = self._table.num_running * self._kv.num_groups
+        free_slots = self._table.num_slots - self._table.num_running
+        taken: set[int] = set()
+        for request in self._waiting:
+            if budget <= 0 or len(admissions) == free_slots:
+                break
+            num_tokens = request.num_prompt_tokens + len(request.saved_output)
+            # The last token is always computed: its logits are what comes next.
+            readable = request.block_hashes if request.may_read_cache else ()
+            cached = self._kv.find_cached(readable, num_tokens - 1)
+            unused = {b for b in cached.all_ids() if self._kv.pool.references(b) == 0} - taken
+            needed = self._kv.num_blocks(num_tokens) - self._kv.num_blocks(cached.num_tokens) + len(unused)
+            if needed + reserved > free:
+                break
+            num_scheduled = min(num_tokens - cached.num_tokens, budget)
+            admissions.append(Admission(request, cached, num_tokens, num_scheduled))
+            taken |= unused
+            free -= needed
+            budget -= num_scheduled
+            reserved += self._kv.num_groups
+        return admissions

@@ -1,0 +1,66 @@
+"""Packs the outcome of a step into one message per API server: array operations, whatever the number of requests."""
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.ipc.ids import CLIENT_SHIFT
+from tokenmill_engine.messages import EngineLoad, Finish, StepOutput, TokenLogprobs
+from tokenmill_engine.outputs import LogprobRows
+from tokenmill_engine.scheduler.outcome import StepOutcome
+
+T = TypeVar("T")
+
+
+def pack_outcome(outcome: StepOutcome, engine: int, load: EngineLoad) -> dict[int, StepOutput]:
+    """The outcome by API server. Servers without an entry get no message."""
+    if len(outcome.request_ids) == 0:
+        return {}
+    clients = outcome.request_ids >> CLIENT_SHIFT
+    if (clients == clients[0]).all():
+        entries = np.arange(len(clients))
+        return {int(clients[0]): _pack_entries(outcome, entries, outcome.token_ids, engine, load)}
+    row_of_token = np.repeat(np.arange(len(clients)), outcome.num_tokens)
+    messages = {}
+    for client in np.unique(clients).tolist():
+        token_ids = outcome.token_ids[clients[row_of_token] == client]
+        messages[client] = _pack_entries(outcome, np.flatnonzero(clients == client), token_ids, engine, load)
+    return messages
+
+
+def _pack_entries(
+    outcome: StepOutcome, entries: NDArray[np.intp], token_ids: NDArray[np.int32], engine: int, load: EngineLoad
+) -> StepOutput:
+    """One message of `entries` (ascending), whose tokens are `token_ids`."""
+    return StepOutput(
+        engine=engine,
+        request_ids=outcome.request_ids[entries].tobytes(),
+        num_tokens=outcome.num_tokens[entries].tobytes(),
+        token_ids=token_ids.tobytes(),
+        load=load,
+        finishes=[
+            Finish(index, stop.reason, stop.token_id, stop.message)
+            for index, (_, stop) in _select(entries, outcome.finished)
+        ],
+        logprobs=[_pack_logprobs(index, rows) for index, rows in _select(entries, outcome.logprobs)],
+        prompt_logprobs=[_pack_logprobs(index, rows) for index, rows in _select(entries, outcome.prompt_logprobs)],
+        cached_tokens=[(index, r.num_cached_tokens) for index, r in _select(entries, outcome.prefilled)],
+    )
+
+
+def _select(entries: NDArray[np.intp], by_entry: dict[int, T]) -> list[tuple[int, T]]:
+    """What belongs to `entries`, by index into them."""
+    if not by_entry:
+        return []
+    return [(index, by_entry[entry]) for index, entry in enumerate(entries.tolist()) if entry in by_entry]
+
+
+def _pack_logprobs(index: int, rows: LogprobRows) -> TokenLogprobs:
+    return TokenLogprobs(
+        index=index,
+        num_top=rows.token_ids.shape[1] - 1,
+        token_ids=rows.token_ids.astype("<i4").tobytes(),
+        logprobs=rows.logprobs.astype("<f4").tobytes(),
+        ranks=rows.ranks.astype("<i4").tobytes(),
+    )

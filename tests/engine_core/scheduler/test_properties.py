@@ -1,0 +1,120 @@
+"""Random traffic on tiny pools: every request gets exactly the tokens it would get alone, and nothing leaks."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fake_executor import VOCAB_SIZE, solo_run
+from tests.support.scheduling import Driver, Setting
+from tokenmill_engine.messages import FinishReason, SamplingParams
+
+SHARED = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    step: int
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int
+    cache_salt: str | None
+    abort_after: int | None
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, longest: int) -> Arrival:
+    shared = SHARED[: draw(st.integers(0, min(len(SHARED), longest - 2)))]
+    own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=max(1, longest - 1 - len(shared))))
+    sampling = SamplingParams(
+        max_tokens=draw(st.none() | st.integers(0, 12)),
+        min_tokens=draw(st.sampled_from([0, 0, 3])),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))),
+        logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
+    )
+    return Arrival(
+        step=draw(st.integers(0, 12)),
+        prompt=[*shared, *own],
+        sampling=sampling,
+        priority=draw(st.integers(0, 2)),
+        cache_salt=draw(st.sampled_from([None, None, "salt"])),
+        abort_after=draw(st.none() | st.none() | st.integers(0, 10)),
+    )
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[Setting, list[Arrival]]:
+    setting = Setting(
+        num_groups=draw(st.sampled_from([1, 1, 2])),
+        block_size=draw(st.sampled_from([1, 2, 4])),
+        max_num_seqs=draw(st.integers(1, 6)),
+        budget=draw(st.sampled_from([1, 3, 8, 64])),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        depth=draw(st.sampled_from([1, 2, 3])),
+        caching=draw(st.booleans()),
+    )
+    tokens_per_request = draw(st.integers(8, 30))
+    setting.num_blocks = -(-tokens_per_request // setting.block_size) * setting.num_groups
+    longest = setting.num_blocks // setting.num_groups * setting.block_size
+    return setting, draw(st.lists(arrivals(longest), min_size=1, max_size=10))
+
+
+def check_told(driver: Driver, request_id: int, arrival: Arrival, aborted: bool) -> None:
+    told = driver.told[request_id]
+    tokens, reason = solo_run(arrival.prompt, arrival.sampling, driver.max_model_len)
+    num_prompt = len(arrival.prompt)
+    prompt_positions = list(range(1, num_prompt)) if arrival.sampling.prompt_logprobs is not None else []
+    positions = range(num_prompt, num_prompt + len(told.tokens))
+    assert told.logprob_positions == (list(positions) if arrival.sampling.logprobs is not None else [])
+    if aborted:
+        assert told.finishes == []
+        assert told.tokens == tokens[: len(told.tokens)]
+        assert told.prompt_logprob_positions == prompt_positions[: len(told.prompt_logprob_positions)]
+    else:
+        assert told.finishes == [FinishReason(reason)]
+        assert told.tokens == tokens
+        assert told.prompt_logprob_positions == prompt_positions
+
+
+def check_traffic(case: tuple[Setting, list[Arrival]]) -> None:
+    setting, requests = case
+    driver = Driver(setting)
+    aborted = set()
+    aborts: dict[int, list[int]] = {}
+    step = 0
+    while True:
+        for request_id, arrival in enumerate(requests):
+            if arrival.step == step:
+                driver.add(request_id, arrival.prompt, arrival.sampling, arrival.priority, 0.0, arrival.cache_salt)
+                if arrival.abort_after is not None:
+                    aborts.setdefault(step + arrival.abort_after, []).append(request_id)
+        for request_id in aborts.pop(step, []):
+            if driver.abort(request_id) is not None:
+                aborted.add(request_id)
+        progressed = driver.step()
+        step += 1
+        assert step < 20_000
+        if not progressed and step > 12 and not aborts:
+            break
+    assert driver.scheduler.num_unfinished == 0
+    assert driver.kv.pool.usage == 0.0
+    load = driver.scheduler.load
+    assert (load.num_running, load.num_waiting) == (0, 0)
+    for request_id, arrival in enumerate(requests):
+        check_told(driver, request_id, arrival, request_id in aborted)
+
+
+@settings(max_examples=150)
+@given(traffic())
+def test_every_request_is_answered_as_if_it_were_alone(case: tuple[Setting, list[Arrival]]) -> None:
+    check_traffic(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(traffic())
+def test_every_request_is_answered_as_if_it_were_alone_at_length(case: tuple[Setting, list[Arrival]]) -> None:
+    check_traffic(case)

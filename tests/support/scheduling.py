@@ -1,0 +1,154 @@
+"""Drives a scheduler with the fake executor, as the engine does, and collects what every request was told."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, FakeHandle
+from tokenmill_engine.config.engine import SchedulerConfig, SchedulingPolicy
+from tokenmill_engine.errors import EngineError
+from tokenmill_engine.kv_cache.hashing import CacheKey
+from tokenmill_engine.kv_cache.manager import KVCacheManager
+from tokenmill_engine.messages import FinishReason, SamplingParams
+from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.request import Request, RequestState
+from tokenmill_engine.scheduler.outcome import StepOutcome
+from tokenmill_engine.scheduler.scheduler import Scheduler
+
+
+@dataclass
+class Told:
+    """Everything one request was told."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprob_positions: list[int] = field(default_factory=list)
+    prompt_logprob_positions: list[int] = field(default_factory=list)
+    finishes: list[FinishReason] = field(default_factory=list)
+    stop_token_id: int | None = None
+    message: str | None = None
+
+
+@dataclass
+class Setting:
+    """Size and policy of a small engine."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    num_groups: int = 1
+    max_num_seqs: int = 8
+    budget: int = 64
+    policy: SchedulingPolicy = "fcfs"
+    depth: int = 2
+    caching: bool = True
+    max_model_len: int = 10_000
+
+
+class Driver:
+    """A scheduler and its fake device."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.kv = KVCacheManager(setting.num_blocks, setting.block_size, setting.num_groups, setting.caching)
+        self.max_model_len = min(setting.max_model_len, self.kv.max_tokens)
+        config = SchedulerConfig(setting.max_num_seqs, setting.budget, setting.policy, setting.depth > 1)
+        self.scheduler = Scheduler(config, self.kv, self.max_model_len, (EOS,))
+        self.executor = FakeExecutor(setting.num_blocks, setting.block_size, setting.num_groups)
+        self.told: dict[int, Told] = {}
+        self.plans: list[StepPlan] = []
+        self._in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()
+
+    def add(
+        self,
+        request_id: int,
+        prompt: list[int],
+        sampling: SamplingParams | None = None,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
+        sampling = sampling or SamplingParams(max_tokens=8)
+        room = self.max_model_len - len(prompt)
+        max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        values = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+        end_tokens = () if sampling.ignore_eos else (EOS,)
+        request = Request(
+            request_id=request_id,
+            label=f"label-{request_id}",
+            prompt_token_ids=np.array(prompt, dtype=np.int32),
+            sampling=SamplingParams(**{**values, "max_tokens": max_tokens, "seed": request_id}),
+            stop_token_ids=(*end_tokens, *sampling.stop_token_ids),
+            cache_key=CacheKey(cache_salt=cache_salt),
+            arrival_time=float(request_id) if arrival_time is None else arrival_time,
+            priority=priority,
+        )
+        assert max(prompt) < VOCAB_SIZE
+        self.told[request_id] = Told()
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: int) -> Request | None:
+        request = self.scheduler.abort(request_id)
+        self.scheduler.check_invariants()
+        return request
+
+    def step(self) -> bool:
+        """One turn of the engine's loop. False if there was nothing to do."""
+        while len(self._in_flight) < self.setting.depth:
+            decision = self.scheduler.schedule()
+            if decision is None:
+                break
+            plan = self.scheduler.apply(decision)
+            self._check_plan(plan)
+            self.plans.append(plan)
+            self._in_flight.append((plan, self.executor.submit(plan)))
+            self.scheduler.check_invariants()
+        if not self._in_flight:
+            return False
+        plan, handle = self._in_flight.popleft()
+        try:
+            outcome = self.scheduler.commit(plan, handle.result())
+        except EngineError as error:
+            outcome = self.scheduler.fail_step(plan, str(error))
+        self._tell(outcome)
+        self.scheduler.check_invariants()
+        return True
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.step():
+                assert self.scheduler.num_unfinished == 0
+                return
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def solo(self, request: Request) -> list[int]:
+        """The request's tokens from a device of its own."""
+        alone = Driver(Setting(num_blocks=400, max_model_len=self.max_model_len, depth=1, caching=False))
+        alone.add(request.request_id, request.prompt_token_ids.tolist(), request.sampling)
+        alone.run()
+        return alone.told[request.request_id].tokens
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert 0 < plan.num_tokens <= self.setting.budget
+        assert self.scheduler.load.num_running <= self.setting.max_num_seqs
+        assert (plan.num_scheduled >= 1).all()
+
+    def _tell(self, outcome: StepOutcome) -> None:
+        offsets = np.concatenate([[0], np.cumsum(outcome.num_tokens)])
+        assert offsets[-1] == len(outcome.token_ids)
+        for entry, request_id in enumerate(outcome.request_ids.tolist()):
+            told = self.told[request_id]
+            assert not told.finishes, "told something after its end"
+            told.tokens.extend(outcome.token_ids[offsets[entry] : offsets[entry + 1]].tolist())
+            if entry in outcome.logprobs:
+                told.logprob_positions.extend((-outcome.logprobs[entry].logprobs[:, 0]).astype(int).tolist())
+            if entry in outcome.prompt_logprobs:
+                rows = outcome.prompt_logprobs[entry]
+                told.prompt_logprob_positions.extend((-rows.logprobs[:, 0]).astype(int).tolist())
+            if entry in outcome.finished:
+                request, stop = outcome.finished[entry]
+                assert request.request_id == request_id
+                assert request.state is RequestState.FINISHED
+                told.finishes.append(stop.reason)
+                told.stop_token_id, told.message = stop.token_id, stop.message
