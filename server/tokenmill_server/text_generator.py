@@ -1,8 +1,10 @@
 """Generates text for prompts: joins the engine client with detokenization. Used by the HTTP routes and by `LLM`."""
 
+import asyncio
 import logging
 import time
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -29,6 +31,14 @@ class TextGenerator:
         self._metrics = metrics
         self._choices: dict[int, Choice] = {}
         client.on_output = self._on_step
+
+    async def connect(self) -> None:
+        """Connects to the engine cores, which must be running."""
+        await self._client.start()
+
+    def close(self) -> None:
+        """Lets go of the engine cores. Nothing may be open."""
+        self._client.close()
 
     @property
     def num_open(self) -> int:
@@ -59,17 +69,29 @@ class TextGenerator:
         self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
 
     async def complete(self, request: GenerationRequest, pinned_engine: int | None = None) -> RequestOutput:
-        """Generates all choices. If the caller is cancelled the engine stops.
+        """Generates all choices of one prompt; see `complete_all`."""
+        return (await self.complete_all([request], pinned_engine))[0]
 
-        Raises EngineError if the engine failed.
+    async def complete_all(
+        self, requests: Sequence[GenerationRequest], pinned_engine: int | None = None
+    ) -> list[RequestOutput]:
+        """Generates all choices of all prompts at once. If the caller is cancelled, or one fails, the engines stop.
+
+        Raises EngineError if an engine failed.
         """
-        collector = Collector()
-        generation = self.start(request, collector, pinned_engine)
+        started: list[tuple[Generation, Collector]] = []
         try:
-            await collector.done
+            for request in requests:
+                collector = Collector()
+                started.append((self.start(request, collector, pinned_engine), collector))
+            await asyncio.wait([collector.done for _, collector in started], return_when=asyncio.FIRST_EXCEPTION)
+            failures = [error for _, collector in started if (error := collector.failure()) is not None]
+            if failures:
+                raise failures[0]
         finally:
-            self.abort(generation)
-        return collector.result(generation)
+            for generation, _ in started:
+                self.abort(generation)
+        return [collector.result(generation) for generation, collector in started]
 
     def engine_died(self, engine: int, message: str) -> None:
         """Fails everything that is open on `engine`."""
@@ -128,7 +150,7 @@ class TextGenerator:
         step: "_Step",
     ) -> None:
         generation = choice.generation
-        if finish is not None and finish.reason is FinishReason.ERROR:
+        if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
             self.fail(generation, EngineError(finish.message or "the engine failed on this request"))
             return
         if finish is None and not token_ids:

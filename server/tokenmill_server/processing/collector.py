@@ -33,6 +33,10 @@ class Collector:
         if not self.done.done():
             self.done.set_exception(error)
 
+    def failure(self) -> BaseException | None:
+        """What went wrong, if anything has."""
+        return self.done.exception() if self.done.done() else None
+
     def result(self, generation: Generation) -> RequestOutput:
         """The output, once `done`."""
         request = generation.request

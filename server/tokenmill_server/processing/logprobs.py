@@ -1,10 +1,8 @@
 """Unpacks log-probabilities from the wire."""
 
 import math
-from collections.abc import Sequence
 
 from tokenmill_engine.messages import TokenLogprobs
-from tokenmill_server.processing.detokenizer import Detokenizer
 from tokenmill_server.processing.generation import TokenLogprob
 
 LOGPROB_FLOOR = -9999.0
@@ -23,17 +21,6 @@ def unpack_logprobs(message: TokenLogprobs) -> list[TokenLogprob]:
         top = list(zip(token_ids[first + 1 : last], logprobs[first + 1 : last], strict=True))
         entries.append(TokenLogprob(token_ids[first], logprobs[first], rank, top))
     return entries
-
-
-def fill_prompt_text(
-    entries: Sequence[TokenLogprob | None], prompt_token_ids: Sequence[int], detokenizer: Detokenizer
-) -> list[str]:
-    """Gives each prompt entry the text that its token adds; returns the text of every prompt token."""
-    texts = [detokenizer.push((token_id,)) for token_id in prompt_token_ids]
-    for entry, text in zip(entries, texts, strict=True):
-        if entry is not None:
-            entry.text = text
-    return texts
 
 
 def _finite(value: float) -> float:

@@ -5,6 +5,7 @@ Owns the vocabulary of one model. Knows nothing of requests or templates.
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -44,14 +45,17 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Names of special tokens in it become those tokens. Releases the GIL."""
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        return self._encode_batch((text,), add_special_tokens)[0]
 
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Like `encode`, without blocking the event loop for long."""
-        if len(text) <= _MAX_INLINE_CHARS:
-            return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+    async def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Like `encode` for each text, without blocking the event loop for long."""
+        if sum(map(len, texts)) <= _MAX_INLINE_CHARS:
+            return [self.encode(text, add_special_tokens) for text in texts]
+        return await asyncio.to_thread(self._encode_batch, texts, add_special_tokens)
+
+    def _encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""

@@ -1,0 +1,206 @@
+"""One API server process: `python -m tokenmill_server.api_process --control-fd N --parent-pid P`.
+
+Started by the launcher. Serves the inherited listening socket at once; inference is answered with 503 until the
+engine cores are ready. Never imports torch or transformers.
+"""
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import setproctitle
+import uvloop
+
+from tokenmill_engine.config.model_files import read_tokenizer_facts
+from tokenmill_engine.errors import EngineDeadError, OverloadedError, TokenmillError
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, StartFailed
+from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned
+from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.accept import ConnectionCounts
+from tokenmill_server.app import create_app
+from tokenmill_server.context import ServerContext
+from tokenmill_server.control import ApiServerStart
+from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.http_server import HttpServer
+from tokenmill_server.processing.chat_template import ChatTemplate
+from tokenmill_server.processing.input_processor import InputProcessor
+from tokenmill_server.processing.tokenizer import load_tokenizer
+from tokenmill_server.readiness import Phase, Readiness
+from tokenmill_server.routes.operations import VERSION
+from tokenmill_server.text_generator import TextGenerator
+
+logger = logging.getLogger(__name__)
+
+ApiControl = ApiServerStart | EnginesReady | EngineDied | Drain
+"""What an API server receives from the launcher; `ApiServerStart` comes first."""
+
+ACCEPT_COUNTS_FILE = "accept.counts"
+
+_LAST_WORDS_S = 1.0
+"""How long cut-off requests have to deliver their error."""
+_GC_THRESHOLDS = (50_000, 20, 50)
+"""Tokens make much garbage but no cycles; look for those rarely."""
+
+
+def main() -> None:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    arguments = parser.parse_args()
+    become_child("api server", arguments.parent_pid, signal.SIGTERM)
+    channel: ControlChannel[ApiControl] = ControlChannel.from_fd(arguments.control_fd, ApiControl)
+    try:
+        start = channel.receive()
+    except ChannelClosedError:
+        sys.exit(1)
+    if not isinstance(start, ApiServerStart):
+        raise TypeError(f"the first message must be ApiServerStart, not {type(start).__name__}")
+    setproctitle.setproctitle(f"tokenmill: api server {start.client}")
+    _configure_logging(start.server.log_level)
+    try:
+        context = build_context(start)
+    except TokenmillError as error:
+        channel.send(StartFailed(str(error)))
+        sys.exit(1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(ApiServer(start, context, channel, arguments.parent_pid).run())
+
+
+def build_context(start: ApiServerStart) -> ServerContext:
+    """Everything the routes need. Raises ConfigError if the tokenizer or the template is unusable."""
+    config, model = start.server, start.engine.model
+    tokenizer = load_tokenizer(model.tokenizer_path)
+    inputs = InputProcessor(tokenizer, load_template(start), start.engine)
+    observability = start.engine.observability
+    metrics_dir = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    metrics = None
+    if metrics_dir is not None:
+        namespaces = observability.metrics_namespaces if observability.log_stats else ()
+        num_engines = start.engine.data_parallel_size
+        metrics = FrontendMetrics(observability.model_name, num_engines, model.max_model_len, namespaces)
+    client = EngineClient(start.run_dir, start.client, start.incarnation, start.engine.data_parallel_size)
+    return ServerContext(
+        config=config,
+        engine_config=start.engine,
+        inputs=inputs,
+        generator=TextGenerator(client, tokenizer, metrics),
+        readiness=Readiness(),
+        started_at=int(time.time()),
+        fingerprint=_fingerprint(start),
+        metrics=metrics,
+        metrics_dir=metrics_dir,
+    )
+
+
+def load_template(start: ApiServerStart) -> ChatTemplate | None:
+    """The template given on the command line, else the tokenizer's, else the model's own."""
+    model = start.engine.model
+    template, bos_token, eos_token = read_tokenizer_facts(Path(model.tokenizer_path))
+    source = start.server.chat_template or template
+    if source is None and model.path != model.tokenizer_path:
+        source = read_tokenizer_facts(Path(model.path))[0]
+    return None if source is None else ChatTemplate(source, bos_token, eos_token)
+
+
+class ApiServer:
+    """Serves until the launcher says otherwise."""
+
+    def __init__(
+        self, start: ApiServerStart, context: ServerContext, channel: ControlChannel[ApiControl], parent_pid: int
+    ) -> None:
+        self._start = start
+        self._context = context
+        self._channel = channel
+        self._parent_pid = parent_pid
+        self._messages: asyncio.Queue[ApiControl] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Accepts connections and follows the launcher's messages until the server is drained."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        counts = ConnectionCounts(
+            Path(self._start.run_dir) / ACCEPT_COUNTS_FILE, self._start.server.api_server_count, self._start.client
+        )
+        with socket.socket(fileno=self._start.listen_fd) as listener:
+            server = HttpServer(create_app(self._context), listener, counts)
+            server.open()
+            loop.add_reader(self._channel.fileno(), self._receive)
+            self._channel.send(Listening())
+            self._receive()
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
+            while True:
+                match await self._messages.get():
+                    case EnginesReady() as ready:
+                        await self._on_ready(ready)
+                    case EngineDied(engine=engine, message=message):
+                        self._on_engine_died(engine, message)
+                    case Drain(timeout_s=timeout_s):
+                        await self._drain(server, timeout_s)
+                        return
+
+    def _receive(self) -> None:
+        try:
+            for message in self._channel.receive_available():
+                self._messages.put_nowait(message)
+        except ChannelClosedError:
+            exit_orphaned(self._start.run_dir)
+
+    async def _on_ready(self, ready: EnginesReady) -> None:
+        context = self._context
+        context.inputs.max_model_len = min(
+            context.inputs.max_model_len, *(engine.max_model_len for engine in ready.engines)
+        )
+        await context.generator.connect()
+        if context.readiness.phase is Phase.STARTING:
+            context.readiness.move(Phase.READY)
+
+    def _on_engine_died(self, engine: int, message: str) -> None:
+        """The whole server is about to end: whoever waits is told so now."""
+        context = self._context
+        if context.readiness.phase is not Phase.DEAD:
+            context.readiness.move(Phase.DEAD, message)
+        context.generator.engine_died(engine, message)
+        context.generator.fail_all(EngineDeadError(message))
+
+    async def _drain(self, server: HttpServer, timeout_s: float) -> None:
+        context = self._context
+        if context.readiness.phase is not Phase.DEAD:
+            context.readiness.move(Phase.DRAINING)
+        if not await server.wait_idle(timeout_s):
+            context.generator.fail_all(OverloadedError("the server stopped before the answer was complete"))
+            await server.wait_idle(_LAST_WORDS_S)
+        await server.close()
+        self._channel.send(Drained())
+
+    def _on_terminate(self) -> None:
+        """The launcher ends us, or the kernel says that it died."""
+        if os.getppid() != self._parent_pid:
+            exit_orphaned(self._start.run_dir)
+        os._exit(0)
+
+
+def _fingerprint(start: ApiServerStart) -> str:
+    """Changes with whatever changes answers to the same request."""
+    model = start.engine.model
+    facts = f"{model.name} {model.path} {model.dtype} {start.server.chat_template}"
+    return f"tokenmill-{VERSION}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+if __name__ == "__main__":
+    main()

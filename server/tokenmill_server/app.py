@@ -1,0 +1,71 @@
+"""The FastAPI application of one API server."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from tokenmill_engine.errors import TokenmillError
+from tokenmill_server.context import ServerContext
+from tokenmill_server.errors import describe
+from tokenmill_server.middleware import RequestFrame
+from tokenmill_server.protocol.chat import ChatRequest
+from tokenmill_server.protocol.completions import CompletionRequest
+from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from tokenmill_server.routes import operations
+from tokenmill_server.routes.chat import create_chat_completion
+from tokenmill_server.routes.completions import create_completion
+from tokenmill_server.routes.models import list_models, retrieve_model
+from tokenmill_server.routes.replying import ClientGoneError, error_response
+from tokenmill_server.routes.tokenization import detokenize, tokenize
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(context: ServerContext) -> ASGIApp:
+    """All routes, errors in OpenAI's shape for each of them."""
+    app = FastAPI(title="Tokenmill", version=operations.VERSION, redirect_slashes=False)
+    app.state.context = context
+    _add_routes(app)
+    for kind in (TokenmillError, ValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(ClientGoneError, _answer_nobody)
+    app.add_exception_handler(Exception, _answer_bug)
+    return RequestFrame(app, context.config.api_keys, context.metrics)
+
+
+def _add_routes(app: FastAPI) -> None:
+    _post(app, "/v1/chat/completions", create_chat_completion, ChatRequest)
+    _post(app, "/v1/completions", create_completion, CompletionRequest)
+    _post(app, "/tokenize", tokenize, TokenizeRequest)
+    _post(app, "/detokenize", detokenize, DetokenizeRequest)
+    app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", retrieve_model, methods=["GET"])
+    app.add_api_route("/health", operations.health, methods=["GET"])
+    app.add_api_route("/ping", operations.health, methods=["GET", "POST"])
+    app.add_api_route("/version", operations.version, methods=["GET"])
+    app.add_api_route("/metrics", operations.metrics, methods=["GET"])
+
+
+def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[BaseModel]) -> None:
+    """A route that reads its body itself; the schema is for the API page."""
+    schema: dict[str, Any] = {"content": {"application/json": {"schema": body.model_json_schema()}}, "required": True}
+    app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": schema})
+
+
+async def _answer_error(_request: Request, error: Exception) -> Response:
+    return error_response(describe(error))
+
+
+async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_bug(_request: Request, error: Exception) -> Response:
+    return error_response(describe(error))  # the HTTP server logs the traceback

@@ -1,0 +1,46 @@
+"""What the routes of one API server share."""
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import NotFoundError
+from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.config import ServerConfig
+from tokenmill_server.processing.input_processor import InputProcessor
+from tokenmill_server.readiness import Readiness
+from tokenmill_server.text_generator import TextGenerator
+
+
+@dataclass(slots=True)
+class ServerContext:
+    """Built once by `api_process`; reached as `app.state.context`."""
+
+    config: ServerConfig
+    engine_config: EngineConfig
+    inputs: InputProcessor
+    generator: TextGenerator
+    readiness: Readiness
+    started_at: int
+    """Unix seconds."""
+    fingerprint: str
+    metrics: FrontendMetrics | None = None
+    metrics_dir: str | None = None
+    """Directory with the metrics of all processes; None: /metrics does not exist."""
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers carry."""
+        return self.config.served_model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFoundError unless `name` is a served name, or absent."""
+        if name and name not in self.config.served_model_names:
+            served = ", ".join(self.config.served_model_names)
+            raise NotFoundError(f"the model {name!r} does not exist; served: {served}", "model", "model_not_found")
+
+
+def context_of(request: Request) -> ServerContext:
+    context: ServerContext = request.app.state.context
+    return context

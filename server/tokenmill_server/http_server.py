@@ -1,0 +1,78 @@
+"""uvicorn's HTTP/1.1 protocol on our own accept loop: the launcher binds, several processes accept."""
+
+import asyncio
+import socket
+from email.utils import formatdate
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from tokenmill_server.accept import Acceptor, ConnectionCounts
+
+_KEEP_ALIVE_S = 75
+"""Idle connections stay open longer than the pools of common clients and proxies (60 s) keep them."""
+_DATE_PERIOD_S = 1.0
+_POLL_S = 0.02
+
+
+class HttpServer:
+    """Serves one application to the connections of one shared listener."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, counts: ConnectionCounts) -> None:
+        self._config = uvicorn.Config(
+            app,
+            http=HttpToolsProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self._acceptor = Acceptor(listener, counts, self._new_protocol)
+        self._set_date()
+
+    def open(self) -> None:
+        """Starts accepting."""
+        self._acceptor.open()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no request is being answered; False if that took too long."""
+        deadline = self._loop.time() + timeout_s
+        while self._state.tasks:
+            if self._loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    async def close(self) -> None:
+        """Stops accepting and closes idle connections."""
+        self._acceptor.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        await asyncio.sleep(_POLL_S)
+
+    def _new_protocol(self) -> asyncio.Protocol:
+        return _CountedProtocol(self._config, self._state, self._counts)
+
+    def _set_date(self) -> None:
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self._loop.call_later(_DATE_PERIOD_S, self._set_date)
+
+
+class _CountedProtocol(HttpToolsProtocol):
+    """Tells when its connection is over."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, counts: ConnectionCounts) -> None:
+        super().__init__(config=config, server_state=state, app_state={})
+        self._counts = counts
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._counts.closed()
+        super().connection_lost(exc)

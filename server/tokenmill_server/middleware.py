@@ -1,0 +1,78 @@
+"""What happens around every HTTP request: its id, the API key, the request metrics. Plain ASGI, one layer."""
+
+import hmac
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokenmill_engine.errors import AuthenticationError
+from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.errors import describe
+from tokenmill_server.protocol.fields import is_request_id
+from tokenmill_server.routes.replying import error_response
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+"""Need no API key: load balancers and container probes have none."""
+
+_UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/ping", "/version"})
+"""Left out of the HTTP metrics: polling would drown the requests."""
+
+
+class RequestFrame:
+    """The outermost layer of the application."""
+
+    def __init__(self, app: ASGIApp, api_keys: Iterable[str], metrics: FrontendMetrics | None) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in api_keys]
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_at = time.monotonic()
+        headers = _wanted_headers(scope)
+        state = scope.setdefault("state", {})
+        own_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        state["has_own_id"] = is_request_id(own_id)
+        state["request_id"] = own_id if state["has_own_id"] else uuid.uuid4().hex
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", state["request_id"].encode())]
+            await send(message)
+
+        try:
+            if self._is_allowed(scope["path"], headers.get(b"authorization")):
+                await self._app(scope, receive, send_with_id)
+            else:
+                error = AuthenticationError("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+                await error_response(describe(error))(scope, receive, send_with_id)
+        finally:
+            if self._metrics is not None and scope["path"] not in _UNCOUNTED_PATHS:
+                duration_s = time.monotonic() - started_at
+                self._metrics.observe_http(_handler(scope), scope["method"], status, duration_s)
+
+    def _is_allowed(self, path: str, authorization: bytes | None) -> bool:
+        if not self._api_keys or path in OPEN_PATHS:
+            return True
+        scheme, _, key = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._api_keys]
+        return any(matches)
+
+
+def _wanted_headers(scope: Scope) -> dict[bytes, bytes]:
+    return {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-request-id")}
+
+
+def _handler(scope: Scope) -> str:
+    """The path template of the route that answered."""
+    route = scope.get("route")
+    return getattr(route, "path", "none")

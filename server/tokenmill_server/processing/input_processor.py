@@ -1,0 +1,205 @@
+"""From what a client sends to what an engine takes: token ids, resolved limits, and refusals at the door.
+
+Shared by the HTTP routes and `LLM`. Knows neither HTTP nor sockets.
+"""
+
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.processing.chat_template import ChatTemplate, Message
+from tokenmill_server.processing.generation import GenerationRequest
+from tokenmill_server.processing.sampling_checks import check_sampling, check_token_ids
+from tokenmill_server.processing.tokenizer import Tokenizer
+
+TruncationSide = Literal["left", "right"]
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below mean greedy decoding."""
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """One tokenized prompt. `text` is None where the client sent ids."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+    param: str = "prompt"
+    """The request field it came from."""
+
+
+@dataclass(slots=True, frozen=True)
+class Truncation:
+    """`max_tokens` of the prompt are kept (-1: as many as the model takes): with `left` the last ones."""
+
+    max_tokens: int
+    side: TruncationSide = "left"
+
+
+@dataclass(slots=True, frozen=True)
+class ChatOptions:
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+class InputProcessor:
+    """Holds the limits of the model that is served."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, config: EngineConfig) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.max_model_len = config.model.max_model_len
+        """Longest prompt + output in tokens. Engines may lower it when they know what their memory holds."""
+        self.vocab_size = config.model.architecture.vocab_size
+        self.template_variables: Set[str] = frozenset() if template is None else template.variables
+        """Names that the chat template reads from outside."""
+        self._max_logprobs = config.model.max_logprobs
+        self._priorities = config.scheduler.policy == "priority"
+        self._max_token_bytes = max(map(len, tokenizer.token_bytes), default=1)
+
+    async def encode_text(
+        self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None, param: str = "prompt"
+    ) -> Prompt:
+        """Tokenizes `text`. Raises ContextLengthError for text that cannot fit whatever its tokens are."""
+        return (await self.encode_texts([text], add_special_tokens, truncation, param))[0]
+
+    async def encode_texts(
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+        param: str = "prompt",
+    ) -> list[Prompt]:
+        """Like `encode_text` for each text."""
+        most = self.max_model_len * self._max_token_bytes
+        longest = max(map(len, texts))
+        if truncation is None and longest > most:
+            raise ContextLengthError(
+                f"the prompt has {longest} characters, which is more than {self.max_model_len} tokens can say", param
+            )
+        batch = await self.tokenizer.encode_many(texts, add_special_tokens)
+        return [
+            Prompt(self._truncated(token_ids, truncation), text, param)
+            for text, token_ids in zip(texts, batch, strict=True)
+        ]
+
+    def take_token_ids(
+        self, token_ids: Sequence[int], truncation: Truncation | None = None, param: str = "prompt"
+    ) -> Prompt:
+        """A prompt of ids. Raises InvalidRequestError for an id outside the vocabulary."""
+        check_token_ids(token_ids, self.vocab_size, param)
+        return Prompt(self._truncated(token_ids, truncation), param=param)
+
+    async def encode_chat(
+        self, messages: list[Message], options: ChatOptions, truncation: Truncation | None = None
+    ) -> Prompt:
+        """Renders and tokenizes a conversation. Raises InvalidRequestError if the template rejects it."""
+        text = self.render_chat(messages, options)
+        return await self.encode_text(text, options.add_special_tokens, truncation, param="messages")
+
+    def render_chat(self, messages: list[Message], options: ChatOptions) -> str:
+        """The prompt text of a conversation."""
+        if self.template is None:
+            raise InvalidRequestError("this model has no chat template; start the server with --chat-template FILE")
+        if options.continue_final_message:
+            if options.add_generation_prompt:
+                raise InvalidRequestError(
+                    "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+                )
+            return self.template.render_continuation(messages, options.template_variables)
+        return self.template.render(messages, options.add_generation_prompt, options.template_variables)
+
+    def build(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        label: str = "",
+        arrival_time: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> GenerationRequest:
+        """A request that the engine cannot refuse for what it says.
+
+        Raises InvalidRequestError (ContextLengthError if the prompt is too long) naming the field.
+        """
+        check_sampling(sampling, self.vocab_size, self._max_logprobs)
+        if priority and not self._priorities:
+            raise InvalidRequestError("priority needs a server started with --scheduling-policy priority", "priority")
+        return GenerationRequest(
+            label=label,
+            prompt_token_ids=prompt.token_ids,
+            sampling=self._resolve(sampling, prompt),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            prompt=prompt.text,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def _resolve(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+        max_tokens = self._max_tokens(sampling.max_tokens, prompt)
+        if sampling.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {sampling.min_tokens} but only {max_tokens} tokens fit after the prompt", "min_tokens"
+            )
+        changes: dict[str, Any] = {"max_tokens": max_tokens}
+        if sampling.temperature < _GREEDY_BELOW:
+            changes["temperature"] = 0.0
+        if sampling.bad_words:
+            changes["bad_words_token_ids"] = self._bad_words(sampling.bad_words)
+        if sampling.logprobs == -1:
+            changes["logprobs"] = self.vocab_size
+        if sampling.prompt_logprobs == -1:
+            changes["prompt_logprobs"] = self.vocab_size
+        return msgspec.structs.replace(sampling, **changes)
+
+    def _max_tokens(self, wanted: int | None, prompt: Prompt) -> int:
+        num_prompt_tokens = len(prompt.token_ids)
+        if num_prompt_tokens == 0:
+            raise InvalidRequestError("the prompt is empty", prompt.param)
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise ContextLengthError(
+                f"this model's maximum context length is {self.max_model_len} tokens and the prompt alone has "
+                f"{num_prompt_tokens}; it may have at most {self.max_model_len - 1}",
+                prompt.param,
+            )
+        if wanted is not None and wanted > self.max_model_len:
+            raise InvalidRequestError(
+                f"max_tokens is {wanted}, above the model's maximum context length of {self.max_model_len}",
+                "max_tokens",
+            )
+        return room if wanted is None else min(wanted, room)
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is spelled at the start of a text and, if that differs, after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip(" ")
+            for spelling in (bare, f" {bare}"):
+                token_ids = tuple(self.tokenizer.encode(spelling, add_special_tokens=False))
+                if token_ids:
+                    sequences[token_ids] = None
+        return tuple(sequences)
+
+    def _truncated(self, token_ids: Sequence[int], truncation: Truncation | None) -> Sequence[int]:
+        if truncation is None:
+            return token_ids
+        limit = self.max_model_len - 1 if truncation.max_tokens == -1 else truncation.max_tokens
+        if not 0 <= limit <= self.max_model_len:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be -1 or between 0 and {self.max_model_len}", "truncate_prompt_tokens"
+            )
+        if len(token_ids) <= limit:
+            return token_ids
+        return token_ids[len(token_ids) - limit :] if truncation.side == "left" else token_ids[:limit]

@@ -1,0 +1,103 @@
+"""Ranges of every sampling parameter. The one place where they are decided, for HTTP and for `LLM` alike.
+
+Comparisons are written so that NaN fails them.
+"""
+
+from collections.abc import Iterable
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.messages import SamplingParams
+
+MAX_CHOICES = 16384
+MAX_BAD_WORDS = 128
+
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
+    """Raises InvalidRequestError naming the first parameter that is out of range. `max_logprobs` -1: no limit."""
+    _check_numbers(sampling)
+    _check_lengths(sampling)
+    _check_logprobs(sampling.logprobs, "logprobs", vocab_size, max_logprobs)
+    _check_logprobs(sampling.prompt_logprobs, "prompt_logprobs", vocab_size, max_logprobs)
+    check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+    check_token_ids(sampling.logit_bias or (), vocab_size, "logit_bias")
+    if sampling.allowed_token_ids is not None:
+        if not sampling.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        check_token_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequestError for an id outside the vocabulary."""
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds {token_id!r}, which is no token id; ids are 0 to {vocab_size - 1}", param
+            )
+
+
+def _check_numbers(sampling: SamplingParams) -> None:
+    _in_range(sampling.temperature, "temperature", 0.0, 2.0)
+    _in_range(sampling.min_p, "min_p", 0.0, 1.0)
+    _in_range(sampling.presence_penalty, "presence_penalty", -2.0, 2.0)
+    _in_range(sampling.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+    if not (_is_number(sampling.top_p) and 0.0 < sampling.top_p <= 1.0):
+        raise InvalidRequestError(f"top_p must be above 0 and at most 1, got {sampling.top_p!r}", "top_p")
+    if not (_is_number(sampling.repetition_penalty) and 0.0 < sampling.repetition_penalty < float("inf")):
+        raise InvalidRequestError(
+            f"repetition_penalty must be a finite number above 0, got {sampling.repetition_penalty!r}",
+            "repetition_penalty",
+        )
+    _integer(sampling.top_k, "top_k", -1, _INT64_MAX)
+    if sampling.seed is not None:
+        _integer(sampling.seed, "seed", _INT64_MIN, _INT64_MAX)
+    for bias in (sampling.logit_bias or {}).values():
+        _in_range(bias, "logit_bias", -100.0, 100.0)
+
+
+def _check_lengths(sampling: SamplingParams) -> None:
+    _integer(sampling.n, "n", 1, MAX_CHOICES)
+    _integer(sampling.min_tokens, "min_tokens", 0, _INT64_MAX)
+    if sampling.max_tokens is not None:
+        _integer(sampling.max_tokens, "max_tokens", 1, _INT64_MAX)
+        if sampling.min_tokens > sampling.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({sampling.min_tokens}) must not exceed max_tokens ({sampling.max_tokens})", "min_tokens"
+            )
+    _non_empty_strings(sampling.stop, "stop")
+    _non_empty_strings(sampling.bad_words, "bad_words")
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"at most {MAX_BAD_WORDS} bad_words are allowed", "bad_words")
+
+
+def _check_logprobs(value: int | None, param: str, vocab_size: int, max_logprobs: int) -> None:
+    if value is None:
+        return
+    if value == -1 and max_logprobs == -1:
+        return
+    _integer(value, param, 0, vocab_size if max_logprobs == -1 else max_logprobs)
+
+
+def _in_range(value: float, param: str, low: float, high: float) -> None:
+    if not (_is_number(value) and low <= value <= high):
+        raise InvalidRequestError(f"{param} must be between {low:g} and {high:g}, got {value!r}", param)
+
+
+def _integer(value: int, param: str, low: int, high: int) -> None:
+    if type(value) is not int:
+        raise InvalidRequestError(f"{param} must be an integer, got {value!r}", param)
+    if value < low:
+        raise InvalidRequestError(f"{param} must be at least {low}, got {value}", param)
+    if value > high:
+        raise InvalidRequestError(f"{param} must be at most {high}, got {value}", param)
+
+
+def _non_empty_strings(values: Iterable[str], param: str) -> None:
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise InvalidRequestError(f"{param} must hold non-empty strings, got {value!r}", param)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is float or type(value) is int

@@ -1,0 +1,89 @@
+"""The body of POST /v1/chat/completions."""
+
+from collections.abc import Set
+from typing import Any
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.processing.chat_template import Message, text_of_content
+from tokenmill_server.processing.input_processor import ChatOptions
+from tokenmill_server.protocol.fields import GenerationFields, Int
+from tokenmill_server.protocol.tokenize import TokenizeRequest
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+class ChatRequest(GenerationFields):
+    """Fields of a chat completion beside the common ones."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
+    """Without tools there are no calls to be parallel."""
+
+    def num_top_logprobs(self) -> int | None:
+        """How many alternatives to report per token; None for no log-probabilities at all."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def token_limit(self) -> int | None:
+        if self.max_completion_tokens is not None:
+            if self.max_completion_tokens < 1:
+                raise InvalidRequestError("max_completion_tokens must be at least 1", "max_completion_tokens")
+            return self.max_completion_tokens
+        return self.max_tokens
+
+
+def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set[str]) -> ChatOptions:
+    """How to render. `template_variables` are the names that the model's template reads.
+
+    Raises InvalidRequestError for a reasoning effort that the template does not know: it would be without effect.
+    """
+    variables = dict(request.chat_template_kwargs or {})
+    reserved = {"messages", "add_generation_prompt"} & variables.keys()
+    if reserved:
+        raise InvalidRequestError(f"{min(reserved)} has a field of its own", "chat_template_kwargs")
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        if not template_variables & {"reasoning_effort", "enable_thinking"}:
+            raise InvalidRequestError("this model's chat template has no reasoning effort", "reasoning_effort")
+        variables["reasoning_effort"] = request.reasoning_effort
+        variables["enable_thinking"] = request.reasoning_effort != "none"
+    continues = bool(request.continue_final_message)
+    return ChatOptions(
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
+        add_special_tokens=bool(request.add_special_tokens),
+        template_variables=variables,
+    )
+
+
+def parse_messages(messages: list[dict[str, Any]]) -> list[Message]:
+    """Messages with plain text content, as templates expect them.
+
+    Raises InvalidRequestError naming the message that is malformed or asks for what is not supported.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", "messages")
+    return [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _parse_message(message: dict[str, Any], path: str) -> Message:
+    role = message.get("role")
+    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
+        raise InvalidRequestError("tool calls are not supported by this server", path, "unsupported_parameter")
+    if role not in _ROLES:
+        raise InvalidRequestError(f"role must be one of {', '.join(_ROLES)}, got {role!r}", f"{path}.role")
+    content = text_of_content(message.get("content"), f"{path}.content")
+    if content is None:
+        raise InvalidRequestError("content is missing", f"{path}.content")
+    extra = {name: value for name, value in message.items() if value is not None}
+    return {**extra, "role": role, "content": content}

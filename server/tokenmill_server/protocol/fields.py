@@ -1,0 +1,214 @@
+"""Request fields that chat and completions share, and what becomes of fields we do not have.
+
+Models check types only; ranges are checked where `LLM` needs them too (`processing.sampling_checks`).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.processing.input_processor import Truncation
+
+Json = dict[str, Any]
+
+MAX_STOP_STRINGS = 4
+_INTEGER = re.compile(r"^-?\d{1,19}$")
+_MAX_BIAS = 100.0
+_MAX_CACHE_SALT_CHARS = 128
+_MAX_REQUEST_ID_CHARS = 256
+
+
+def _whole_float_to_int(value: Any) -> Any:
+    """Some clients know only one kind of number and send 16.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole_float_to_int)]
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: one more chunk with the usage of all choices; `continuous_usage_stats`: in every chunk."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(BaseModel):
+    """What chat and completions have in common. None means: not given."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: Int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    def check_common(self) -> None:
+        """Raises InvalidRequestError for contradictions that need no model to see."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
+        if self.stream_interval is not None and self.stream_interval < 1:
+            raise InvalidRequestError("stream_interval must be at least 1", "stream_interval")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed", "stop")
+        if self.cache_salt is not None and not _is_salt(self.cache_salt):
+            raise InvalidRequestError(
+                f"cache_salt must have 1 to {_MAX_CACHE_SALT_CHARS} characters, none of them @ / \\ or NUL",
+                "cache_salt",
+            )
+        if self.request_id is not None and not is_request_id(self.request_id):
+            raise InvalidRequestError(
+                f"request_id must have 1 to {_MAX_REQUEST_ID_CHARS} printable ASCII characters", "request_id"
+            )
+
+    def truncation(self) -> Truncation | None:
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
+
+    def sampling_params(
+        self,
+        defaults: Mapping[str, Any],
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        """How to sample: what the request says, else the server's `defaults`, else the API's."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        settings: Json = {
+            name: defaults[name] for name in _DEFAULTABLE if name in defaults and getattr(self, name) is None
+        }
+        settings |= {name: value for name in _COPIED if (value := getattr(self, name)) is not None}
+        if self.seed == -1:
+            settings["seed"] = None
+        return SamplingParams(
+            **settings,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=_parse_bias(self.logit_bias),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_COPIED = (
+    *_DEFAULTABLE,
+    *("n", "seed", "presence_penalty", "frequency_penalty", "min_tokens", "include_stop_str_in_output", "ignore_eos"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+)
+
+
+def is_request_id(text: str) -> bool:
+    """Whether `text` may be an id: it goes into response headers and logs."""
+    return 0 < len(text) <= _MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
+
+
+def _is_salt(salt: str) -> bool:
+    return 0 < len(salt) <= _MAX_CACHE_SALT_CHARS and not set(salt) & set("@/\\\0")
+
+
+def _parse_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """Token ids from the JSON object's keys. Values are limited to +-100, which OpenAI declares as the range."""
+    if not bias:
+        return None
+    for key in bias:
+        if _INTEGER.match(key) is None:
+            raise InvalidRequestError(f"logit_bias keys are token ids, got {key!r}", "logit_bias")
+    return {int(key): max(-_MAX_BIAS, min(_MAX_BIAS, value)) for key, value in bias.items()}
+
+
+# --- fields we do not have ----------------------------------------------------------------------------------------
+
+
+def _is_default(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value is None or value in values
+
+
+def _is_text_format(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and value.get("type") == "text")
+
+
+UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "tools": _is_default(),
+    "tool_choice": _is_default("none"),
+    "response_format": _is_text_format,
+    "structured_outputs": _is_default(),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _is_default()),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), _is_default()),
+    "modalities": _is_default(["text"]),
+    "audio": _is_default(),
+    "prompt_embeds": _is_default(),
+    "media_io_kwargs": _is_default({}),
+    "mm_processor_kwargs": _is_default({}),
+    "use_beam_search": _is_default(False),
+    "length_penalty": _is_default(1.0),
+    "early_stopping": _is_default(False),
+    "logprob_token_ids": _is_default([]),
+    "repetition_detection": _is_default(),
+    "thinking_token_budget": _is_default(-1),
+    "include_reasoning": _is_default(True),
+    "chat_template": _is_default(),
+    "kv_transfer_params": _is_default(),
+    "ec_transfer_params": _is_default(),
+    "vllm_xargs": _is_default({}),
+    "return_prompt_text": _is_default(False),
+    "suffix": _is_default(""),
+}
+"""Fields that would change the output but that this server does not implement, with the values that ask nothing."""
+
+
+def refuse_unsupported(body: Json) -> None:
+    """Raises InvalidRequestError for a field that would be without effect although the client relies on it."""
+    for name in UNSUPPORTED.keys() & body.keys():
+        if not UNSUPPORTED[name](body[name]):
+            raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
+    best_of = body.get("best_of")
+    if best_of is not None and best_of != (body.get("n") or 1):
+        raise InvalidRequestError("best_of must equal n", "best_of", "unsupported_parameter")
+
+
+def ignored_fields(body: Json, known: Mapping[str, Any]) -> list[str]:
+    """Names in `body` that have no effect: the reply says so in a header."""
+    return sorted(name for name in body.keys() - known.keys() - UNSUPPORTED.keys() if name != "best_of")

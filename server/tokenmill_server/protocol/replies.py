@@ -1,0 +1,89 @@
+"""The JSON bodies of answers that are not streamed, as plain dicts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill_server.processing.generation import CompletionOutput, RequestOutput
+from tokenmill_server.protocol.logprobs import LogprobFormatter
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True, frozen=True)
+class ReplyHead:
+    """What all chunks of an answer share."""
+
+    id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    fingerprint: str
+
+
+@dataclass(slots=True, frozen=True)
+class Usage:
+    """Tokens of a whole request: each prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        completion_tokens=sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
+        cached_tokens=sum(output.num_cached_tokens for output in outputs),
+    )
+
+
+def chat_reply(
+    head: ReplyHead, output: RequestOutput, formatter: LogprobFormatter, echo: str, return_token_ids: bool
+) -> Json:
+    """A `chat.completion`. `echo` is put before every choice's text."""
+    choices = [_chat_choice(choice, formatter, echo, return_token_ids) for choice in output.outputs]
+    reply = _reply(head, "chat.completion", choices, usage_of([output]))
+    if output.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = formatter.prompt(output.prompt_logprobs)
+    if return_token_ids:
+        reply["prompt_token_ids"] = list(output.prompt_token_ids)
+    return reply
+
+
+def completion_reply(head: ReplyHead, choices: list[Json], usage: Usage) -> Json:
+    """A `text_completion`."""
+    return _reply(head, "text_completion", choices, usage)
+
+
+def _reply(head: ReplyHead, kind: str, choices: list[Json], usage: Usage) -> Json:
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "usage": usage.body(),
+        "system_fingerprint": head.fingerprint,
+    }
+
+
+def _chat_choice(choice: CompletionOutput, formatter: LogprobFormatter, echo: str, return_token_ids: bool) -> Json:
+    body: Json = {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": echo + choice.text, "refusal": None},
+        "logprobs": None if choice.logprobs is None else formatter.chat(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if return_token_ids:
+        body["token_ids"] = choice.token_ids
+    return body

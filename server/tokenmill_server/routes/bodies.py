@@ -1,0 +1,70 @@
+"""Request bodies: read within a limit, strictly parsed, typed. And the JSON answer."""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.errors import BodyTooLargeError, UnsupportedEncodingError
+from tokenmill_server.processing.sse import json_bytes
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+Json = dict[str, Any]
+
+_JSON_TYPE = re.compile(r"^application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
+
+
+async def read_json(request: Request, max_bytes: int) -> Json:
+    """The body, which must be a JSON object declared as JSON. NaN, infinities and numbers out of range are no JSON.
+
+    Raises InvalidRequestError, BodyTooLargeError or UnsupportedEncodingError.
+    """
+    content_type = request.headers.get("content-type", "")
+    if not _JSON_TYPE.match(content_type):
+        raise InvalidRequestError(
+            f"the content type must be application/json, got {content_type[:100]!r}", code="invalid_content_type"
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise UnsupportedEncodingError(f"content encoding {encoding[:100]!r} is not supported; send the body as it is")
+    data = await _read_body(request, max_bytes)
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def parse(body: Json, model: type[ModelT]) -> ModelT:
+    """Raises pydantic's ValidationError, which `errors.describe` words."""
+    return model.model_validate(body)
+
+
+def json_reply(body: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(json_bytes(body), media_type="application/json", headers=headers)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise BodyTooLargeError(f"the body has {declared} bytes, more than the limit of {max_bytes}")
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise BodyTooLargeError(f"the body has more bytes than the limit of {max_bytes}")
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise InvalidRequestError("the client went away while sending") from error
+    return b"".join(chunks)

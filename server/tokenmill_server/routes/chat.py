@@ -1,0 +1,46 @@
+"""POST /v1/chat/completions"""
+
+from fastapi import Request
+from starlette.responses import Response
+
+from tokenmill_server.protocol.chat import ChatRequest, chat_options, parse_messages
+from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
+from tokenmill_server.protocol.logprobs import LogprobFormatter
+from tokenmill_server.protocol.replies import chat_reply
+from tokenmill_server.routes.bodies import json_reply
+from tokenmill_server.routes.replying import while_connected
+from tokenmill_server.routes.requests import open_call
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Continues a conversation."""
+    call, fields = await open_call(request, ChatRequest)
+    inputs, defaults = call.context.inputs, call.context.config.default_sampling
+    messages = parse_messages(fields.messages)
+    options = chat_options(fields, inputs.template_variables)
+    limit = fields.token_limit()
+    sampling = fields.sampling_params(
+        defaults,
+        max_tokens=defaults.get("max_tokens") if limit is None else limit,
+        logprobs=fields.num_top_logprobs(),
+        prompt_logprobs=fields.prompt_logprobs,
+    )
+    prompt = await inputs.encode_chat(messages, options, fields.truncation())
+    generation_request = inputs.build(
+        prompt,
+        sampling,
+        label=call.request_id,
+        arrival_time=call.arrival_time,
+        priority=call.priority,
+        cache_salt=fields.cache_salt,
+    )
+    head = call.head("chatcmpl")
+    formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
+    echo = messages[-1]["content"] if fields.echo and messages[-1]["role"] == "assistant" else ""
+    if fields.stream:
+        session = call.session(fields, head, "chat.completion.chunk")
+        shape = ChatShape(formatter, echo)
+        return call.stream(session, [generation_request], lambda _: ChoiceStream(session, shape, sampling.n))
+    work = call.context.generator.complete(generation_request, call.pinned_engine)
+    output = await while_connected(request, work)
+    return json_reply(chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)), call.headers)

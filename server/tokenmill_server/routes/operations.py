@@ -1,0 +1,38 @@
+"""What operators and probes ask: /health, /ping, /version, /metrics"""
+
+import importlib.metadata
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tokenmill_engine.metrics import CONTENT_TYPE, render_metrics
+from tokenmill_server.context import context_of
+from tokenmill_server.readiness import Phase
+from tokenmill_server.routes.bodies import json_reply
+
+_RETRY_AFTER_S = "1"
+
+VERSION = importlib.metadata.version("tokenmill")
+
+
+async def health(request: Request) -> Response:
+    """200 while requests are taken, else 503 and why not."""
+    readiness = context_of(request).readiness
+    if readiness.phase is Phase.READY:
+        return json_reply({"status": readiness.phase})
+    response = json_reply({"status": readiness.phase, "reason": readiness.reason}, {"retry-after": _RETRY_AFTER_S})
+    response.status_code = 503
+    return response
+
+
+async def version(_request: Request) -> Response:
+    return json_reply({"version": VERSION})
+
+
+async def metrics(request: Request) -> Response:
+    """The series of all processes of this server, whichever of them answers."""
+    directory = context_of(request).metrics_dir
+    if directory is None:
+        raise HTTPException(404, "metrics are off (--disable-log-stats)")
+    return Response(render_metrics(directory), headers={"content-type": CONTENT_TYPE})

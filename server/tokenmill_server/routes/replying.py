@@ -1,0 +1,81 @@
+"""Answers that take a while: the engine stops as soon as the client is gone."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenmill_server.errors import ErrorReply, describe
+from tokenmill_server.processing.sse import EventBuffer
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """Nobody is there to read the answer."""
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects (then ClientGoneError is raised)."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+
+
+def error_response(reply: ErrorReply) -> Response:
+    return Response(reply.json(), reply.status, headers=reply.headers, media_type="application/json")
+
+
+class EventStreamResponse(Response):
+    """Sends what an `EventBuffer` holds. The status waits for the first event, so that an early failure is an HTTP
+    error; a later one becomes the last event. `abort` is called at the end, whoever caused it."""
+
+    def __init__(self, buffer: EventBuffer, abort: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
+        self._buffer = buffer
+        self._abort = abort
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.ensure_future(_disconnect(receive))
+        watcher.add_done_callback(self._stop_reading)
+        try:
+            await self._send_all(scope, receive, send)
+        finally:
+            watcher.cancel()
+            self._abort()
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        buffer = self._buffer
+        data = await buffer.read()
+        if not data:
+            if buffer.error is not None:
+                await error_response(describe(buffer.error))(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while not buffer.closed:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await buffer.read()
+        if buffer.error is not None:
+            data += describe(buffer.error).events()
+        await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def _stop_reading(self, watcher: "asyncio.Future[None]") -> None:
+        if not watcher.cancelled():
+            self._buffer.close()
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

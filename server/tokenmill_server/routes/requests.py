@@ -1,0 +1,127 @@
+"""What the generating routes do alike: headers, identity of the answer, start of streams."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fastapi import Request
+from starlette.responses import Response
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.context import ServerContext, context_of
+from tokenmill_server.processing.generation import GenerationRequest
+from tokenmill_server.processing.sse import EventBuffer
+from tokenmill_server.protocol.chunks import ChoiceStream, StreamOptionsInEffect, StreamSession
+from tokenmill_server.protocol.fields import GenerationFields, Json, ignored_fields, refuse_unsupported
+from tokenmill_server.protocol.replies import ReplyHead
+from tokenmill_server.routes.bodies import ModelT, parse, read_json
+from tokenmill_server.routes.replying import EventStreamResponse
+
+IGNORED_HEADER = "x-tokenmill-ignored-fields"
+"""Lists the fields of the request that had no effect."""
+
+_MAX_IGNORED_CHARS = 500
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request to a generating route."""
+
+    context: ServerContext
+    request: Request
+    arrival_time: float
+    """Seconds of `time.monotonic`."""
+    request_id: str
+    pinned_engine: int | None
+    priority: int
+    headers: dict[str, str]
+    """Of the answer."""
+
+    def head(self, prefix: str) -> ReplyHead:
+        return ReplyHead(
+            id=f"{prefix}-{self.request_id}",
+            created=int(time.time()),
+            model=self.context.model_name,
+            fingerprint=self.context.fingerprint,
+        )
+
+    def session(self, fields: GenerationFields, head: ReplyHead, kind: str) -> StreamSession:
+        options = fields.stream_options
+        return StreamSession(
+            EventBuffer(),
+            head,
+            kind,
+            StreamOptionsInEffect(
+                interval=max(self.context.config.stream_interval, fields.stream_interval or 1),
+                include_usage=bool(options and options.include_usage),
+                continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+                return_token_ids=bool(fields.return_token_ids),
+            ),
+        )
+
+    def stream(
+        self,
+        session: StreamSession,
+        requests: Sequence[GenerationRequest],
+        listener: Callable[[int], ChoiceStream],
+    ) -> Response:
+        """Starts the generation of every prompt; `listener(i)` gets the output of the i-th."""
+        generator = self.context.generator
+
+        def abort() -> None:
+            for generation in session.generations:
+                generator.abort(generation)
+
+        listeners = [listener(index) for index in range(len(requests))]
+        try:
+            for request, its_listener in zip(requests, listeners, strict=True):
+                session.generations.append(generator.start(request, its_listener, self.pinned_engine))
+        except BaseException:
+            abort()
+            raise
+        return EventStreamResponse(session.buffer, abort, self.headers)
+
+
+async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT]:
+    """Reads and checks what every generating route checks, in the order in which a client should hear of it.
+
+    Raises RequestError, pydantic's ValidationError, or OverloadedError while the server takes no work.
+    """
+    arrival_time = time.monotonic()
+    context = context_of(request)
+    body = await read_json(request, context.config.max_body_bytes)
+    context.readiness.check()
+    refuse_unsupported(body)
+    fields = parse(body, model)
+    if not isinstance(fields, GenerationFields):
+        raise TypeError(f"{model.__name__} is no model of a generating route")
+    context.check_model(fields.model)
+    fields.check_common()
+    if fields.request_id is not None and not request.state.has_own_id:
+        request.state.request_id = fields.request_id
+    priority = _integer_header(request, "x-vllm-priority")
+    call = Call(
+        context=context,
+        request=request,
+        arrival_time=arrival_time,
+        request_id=request.state.request_id,
+        pinned_engine=_integer_header(request, "x-data-parallel-rank"),
+        priority=priority if priority is not None else fields.priority or 0,
+        headers=_ignored_header(body, model),
+    )
+    return call, fields
+
+
+def _integer_header(request: Request, name: str) -> int | None:
+    text = request.headers.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"the header {name} must be an integer, got {text[:100]!r}", name) from error
+
+
+def _ignored_header(body: Json, model: type[ModelT]) -> dict[str, str]:
+    names = [name for name in ignored_fields(body, model.model_fields) if name.isascii() and name.isprintable()]
+    return {IGNORED_HEADER: ", ".join(names)[:_MAX_IGNORED_CHARS]} if names else {}
