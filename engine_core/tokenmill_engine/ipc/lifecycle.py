@@ -27,7 +27,7 @@ def become_child(title: str, parent_pid: int, death_signal: signal.Signals = sig
 
     Call it first thing in the child's main thread. Exits at once if the parent is gone already.
     """
-    setproctitle.setproctitle(f"tokenmill: {title}")
+    set_title(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +35,11 @@ def become_child(title: str, parent_pid: int, death_signal: signal.Signals = sig
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def set_title(title: str) -> None:
+    """What `ps` shows, after our name."""
+    setproctitle.setproctitle(f"tokenmill: {title}")
 
 
 def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], run_dir: str) -> threading.Thread:

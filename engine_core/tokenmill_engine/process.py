@@ -1,0 +1,244 @@
+"""The engine core's process: `python -m tokenmill_engine.process --control-fd N --parent-pid P`.
+
+The main thread runs the busy loop and sleeps when there is nothing to do. One thread receives, one sends; neither
+ever makes the loop wait. The launcher decides when the process ends: SIGTERM means that nobody needs it any more.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+import zmq
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.engine import EngineCore, Executor, Output
+from tokenmill_engine.errors import TokenmillError
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+from tokenmill_engine.ipc.control import EngineControl, EngineStart, StartFailed
+from tokenmill_engine.ipc.ids import client_identity
+from tokenmill_engine.ipc.lifecycle import become_child, set_title, watch_parent
+from tokenmill_engine.ipc.logs import configure_logging
+from tokenmill_engine.ipc.sockets import bind_router, input_endpoint, output_endpoint
+from tokenmill_engine.messages import ClientMessage, EngineReady
+from tokenmill_engine.outputs import KVCapacity
+
+logger = logging.getLogger(__name__)
+
+_NEW_PEER_WAIT_S = 0.2
+_NEW_PEER_POLL_S = 0.001
+
+
+class Inbox:
+    """Client messages, received by a thread of its own. None in the queue means: stop."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+        self._socket = bind_router(context, endpoint)
+        self._decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+        self._messages: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=_die_with, args=(self._receive,), name="inbox", daemon=True).start()
+
+    def stop(self) -> None:
+        """Make `take` return None. Safe in a signal handler."""
+        self._messages.put(None)
+
+    def take(self, wait: bool, timeout_s: float | None) -> list[ClientMessage] | None:
+        """What has arrived; if nothing has and `wait`, what arrives first within `timeout_s` seconds (None: ever)."""
+        messages: list[ClientMessage] = []
+        try:
+            while True:
+                message = self._messages.get(block=wait and not messages, timeout=timeout_s)
+                if message is None:
+                    return None
+                messages.append(message)
+        except queue.Empty:
+            return messages
+
+    def _receive(self) -> None:
+        while True:
+            _, frame = self._socket.recv_multipart()
+            try:
+                self._messages.put(self._decoder.decode(frame))
+            except msgspec.MsgspecError as error:
+                logger.error("a client sent something that is no message of ours; it is dropped: %s", error)
+
+
+class Outbox:
+    """Engine messages, encoded and sent by a thread of its own."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+        self._socket = bind_router(context, endpoint, mandatory=True)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
+        self._peers: set[int] = set()
+
+    def start(self) -> None:
+        threading.Thread(target=_die_with, args=(self._send,), name="outbox", daemon=True).start()
+
+    def put(self, outputs: list[Output]) -> None:
+        if outputs:
+            self._outputs.put(outputs)
+
+    def _send(self) -> None:
+        while True:
+            for client, message in self._outputs.get():
+                self._send_one(client, self._encoder.encode(message))
+
+    def _send_one(self, client: int, frame: bytes) -> None:
+        """Send, or drop if the client is gone. One never heard of may still be connecting this socket."""
+        deadline = time.monotonic() + (0.0 if client in self._peers else _NEW_PEER_WAIT_S)
+        while True:
+            try:
+                self._socket.send_multipart([client_identity(client), frame])
+                self._peers.add(client)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                if time.monotonic() >= deadline:
+                    self._peers.discard(client)
+                    logger.debug("API server %d is not connected; a message to it is dropped", client)
+                    return
+                time.sleep(_NEW_PEER_POLL_S)
+
+
+class EngineProcess:
+    """A started engine core and its sockets."""
+
+    def __init__(self, start: EngineStart) -> None:
+        self._observability = start.config.observability
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.inbox = Inbox(context, input_endpoint(start.run_dir, start.engine))
+        self._outbox = Outbox(context, output_endpoint(start.run_dir, start.engine))
+        executor, capacity, startup_s = start_executor(start.config)
+        self._core = EngineCore(start.config, executor, capacity, start.engine)
+        self.ready = EngineReady(
+            engine=start.engine,
+            max_model_len=capacity.max_model_len,
+            num_gpu_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            kv_cache_tokens=capacity.num_blocks // len(capacity.groups) * capacity.block_size,
+            attention_backend=capacity.attention_backend,
+            startup_s=startup_s,
+        )
+
+    def run(self) -> None:
+        """Serve until `inbox.stop`.
+
+        Raises:
+            EngineDeadError: the device is lost.
+        """
+        self.inbox.start()
+        self._outbox.start()
+        interval_s = self._observability.stats_interval_s if self._observability.log_stats else None
+        next_stats = time.monotonic() + (interval_s or 0.0)
+        while True:
+            timeout_s = max(0.0, next_stats - time.monotonic()) if interval_s is not None else None
+            messages = self.inbox.take(wait=not self._core.has_work, timeout_s=timeout_s)
+            if messages is None:
+                break
+            for message in messages:
+                self._core.handle(message)
+            self._outbox.put(self._core.step())
+            if interval_s is not None and time.monotonic() >= next_stats:
+                self._core.log_stats()
+                next_stats += interval_s
+        self._core.shutdown()
+
+
+def start_executor(config: EngineConfig) -> tuple[Executor, KVCapacity, dict[str, float]]:
+    """The executor of this machine, ready, with what it offers and the seconds of each phase.
+
+    Raises:
+        TokenmillError: it cannot start.
+    """
+    begin = time.monotonic()
+    # Importing it imports torch, which takes a second: not before the parent is watched and the title set.
+    from tokenmill_engine.executor.uniproc import UniprocExecutor
+
+    imported = time.monotonic()
+    executor = UniprocExecutor(config)
+    capacity = executor.initialize()
+    return executor, capacity, {"import": imported - begin, **capacity.phases}
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    args = parser.parse_args()
+    become_child("engine core", args.parent_pid)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    channel: ControlChannel[EngineStart] = ControlChannel.from_fd(args.control_fd, EngineControl)
+    try:
+        start = channel.receive()
+    except ChannelClosedError:
+        _exit(1)
+    name = f"engine core {start.engine}"
+    set_title(name)
+    configure_logging(start.config.observability.log_level, name)
+    watch_parent(channel, _ignore, start.run_dir)
+    try:
+        process = EngineProcess(start)
+    except TokenmillError as error:
+        _fail_start(channel, error.message)
+    except Exception as error:
+        logger.exception("%s cannot start", name)
+        _fail_start(channel, f"{name} cannot start: {type(error).__name__}: {error}")
+    signal.signal(signal.SIGTERM, lambda _number, _frame: process.inbox.stop())
+    # What exists now lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    channel.send(process.ready)
+    try:
+        process.run()
+    except Exception as error:
+        logger.exception("%s failed", name)
+        logger.critical("%s is lost: %s", name, error)
+        _exit(1)
+    _exit(0)
+
+
+def _ignore(_message: EngineStart) -> None:
+    """The launcher says nothing after the start; the channel stays open for its end of file."""
+
+
+def _fail_start(channel: ControlChannel[EngineStart], message: str) -> NoReturn:
+    channel.send(StartFailed(" ".join(message.split())))
+    _exit(1)
+
+
+def _die_with(work: Callable[[], None]) -> None:
+    """Run a thread's work; the process is of no use without it."""
+    try:
+        work()
+    except Exception:
+        logger.exception("thread %s failed", threading.current_thread().name)
+        _exit(1)
+
+
+def _exit_on_signal(_number: int, _frame: FrameType | None) -> None:
+    _exit(0)
+
+
+def _exit(status: int) -> NoReturn:
+    """End at once: the interpreter's orderly end would pull native code from under threads that are inside it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
