@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.help import help_text
 
@@ -17,7 +18,9 @@ def main(arguments: Sequence[str]) -> int:
         if argument in ("-h", "--help") or argument.startswith("--help="):
             sys.stdout.write(help_text(argument.partition("=")[2] or None) + "\n")
             return 0
+    configure_logging("INFO", "launcher")
     values = read_flags(arguments)
+    configure_logging(values["log_level"], "launcher")
     # Not before the flags are known to be right: a mistake should not wait for these imports.
     from tokenmill_server.flags.build import build_configuration
     from tokenmill_server.launcher import serve

@@ -21,7 +21,7 @@ from tokenmill_server.flags.parsers import (
 
 _DTYPES = one_of("auto", "float32", "bfloat16", "float16", aliases={"half": "float16", "float": "float32"})
 _LOG_LEVELS = one_of("DEBUG", "INFO", "WARNING", "ERROR", aliases={"warn": "WARNING", "critical": "ERROR"})
-_SEED_LIMIT = 2**63 - 1
+_SEED_LIMIT = 2**32 - 1
 
 _MODEL = (
     Flag(
