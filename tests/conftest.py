@@ -1,5 +1,6 @@
 """What holds for every test: a clean environment, no network, no time limit of Hypothesis, nothing left running."""
 
+import glob
 import os
 
 import hypothesis
@@ -14,6 +15,9 @@ for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "PROMETHEUS_MULTIPROC_DIR", "
     os.environ.pop(_name, None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+# Triton decides when it is imported whether kernels are compiled or interpreted.
+if not glob.glob("/dev/nvidia*"):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

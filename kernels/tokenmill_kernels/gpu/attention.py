@@ -55,7 +55,8 @@ class _Batch:
 
 def _dim_block(head_dim: int) -> int:
     """Head dimension of a tile, padded to what a tile product takes."""
-    return max(triton.next_power_of_2(head_dim), _MIN_DOT_SIZE)
+    block: int = max(triton.next_power_of_2(head_dim), _MIN_DOT_SIZE)
+    return block
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, device: torch.device) -> TileConfig:

@@ -89,7 +89,7 @@ def _rotary_kv_write_kernel(
         heads = (group - num_query_groups) * heads_per_program + tl.arange(0, heads_per_program)[:, None]
         inside = heads < num_kv_heads
         slot = tl.load(slot_mapping_ptr + token)
-        cached = inside & (slot >= 0)
+        cached = heads < tl.where(slot >= 0, num_kv_heads, 0)
         row = slot // block_size * cache_block_stride + slot % block_size * cache_token_stride
         cache_heads = row + heads * cache_head_stride
         k_heads = k_ptr + token * k_token_stride + heads * k_head_stride

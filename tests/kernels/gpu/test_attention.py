@@ -1,0 +1,95 @@
+"""Paged attention in the interpreter, which has few programs: runs of tiles cross heads and requests all the time.
+
+Without bfloat16: the interpreter's matrix product takes its bits for integers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.kernel_inputs import PagedBatch, PagedShape, assert_near, paged_batch, poisoned
+from tokenmill_kernels import reference
+from tokenmill_kernels.gpu.attention import paged_attention
+
+DECODES = [(1, 40), (1, 7), (1, 230), (1, 64), (1, 1)]
+CHUNKS = [(17, 17), (33, 130), (2, 65)]
+
+
+def check(batch: PagedBatch, **options: Any) -> None:
+    """The rows of all requests, against the reference; q strided, output poisoned."""
+    options.setdefault("scale", 0.11)
+    num_tokens = int(batch.lengths["query_start_loc"][-1])
+    out = poisoned(*batch.q.shape, like=batch.q)
+    returned = paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options, out=out)
+    expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options)
+    assert returned is out
+    assert_near(out[:num_tokens], expected[:num_tokens])
+
+
+@pytest.mark.parametrize(
+    ("shape", "requests", "options"),
+    [
+        (PagedShape(4, 2, 64), DECODES, {}),
+        (PagedShape(4, 2, 64), CHUNKS, {}),
+        (PagedShape(4, 2, 64), DECODES + CHUNKS, {}),
+        (PagedShape(7, 1, 96, 32), DECODES + CHUNKS, {}),
+        (PagedShape(2, 2, 128, 64, torch.float16), DECODES + CHUNKS, {}),
+        (PagedShape(4, 2, 256, 16, torch.float16), DECODES[:2] + CHUNKS[:2], {}),
+        (PagedShape(6, 2, 16), DECODES + CHUNKS, {"window": 20}),
+        (PagedShape(4, 2, 64, 16, torch.float16), DECODES + CHUNKS, {"window": 64}),
+        (PagedShape(4, 2, 32), DECODES + CHUNKS, {"window": 1}),
+        (PagedShape(4, 2, 32), DECODES + CHUNKS, {"window": 1000}),
+        (PagedShape(4, 2, 64), DECODES + CHUNKS, {"soft_cap": 2.0}),
+        (PagedShape(4, 2, 64, 32), DECODES + CHUNKS, {"soft_cap": 1.0, "window": 33}),
+        (PagedShape(20, 1, 32), [(1, 40), (2, 37), (3, 3)], {}),
+    ],
+)
+def test_against_reference(shape: PagedShape, requests: Sequence[tuple[int, int]], options: dict[str, Any]) -> None:
+    check(paged_batch(shape, requests), **options)
+
+
+@pytest.mark.parametrize("total", [15, 16, 17, 63, 64, 65, 128, 129])
+def test_lengths_around_tiles(total: int) -> None:
+    check(paged_batch(PagedShape(2, 1, 64), [(1, total), (1, 1), (total, total), (5, total)]))
+
+
+@pytest.mark.parametrize("window", [63, 64, 65])
+def test_windows_around_tiles(window: int) -> None:
+    check(paged_batch(PagedShape(2, 1, 64), [(1, 127), (1, 128), (1, 129), (66, 200)]), window=window)
+
+
+def test_one_long_decode_is_cut_into_many_runs() -> None:
+    check(paged_batch(PagedShape(4, 1, 64), [(1, 2500)]))
+
+
+def test_scores_that_overflow_a_plain_exponential() -> None:
+    batch = paged_batch(PagedShape(2, 1, 64), [(1, 150), (40, 90)])
+    check(batch, scale=30.0)
+
+
+@pytest.mark.parametrize("requests", [DECODES, DECODES + CHUNKS])
+def test_padded_requests_and_tokens(requests: Sequence[tuple[int, int]]) -> None:
+    batch = paged_batch(PagedShape(4, 2, 64), requests, padding=3)
+    batch.lengths["block_tables"][-3:] = 1 << 20
+    if requests is DECODES:
+        batch.lengths["num_decodes"] += 3
+    padded = torch.cat((batch.q, poisoned(3, *batch.q.shape[1:], like=batch.q)))
+    check(PagedBatch(padded, batch.k_cache, batch.v_cache, batch.lengths))
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 5])
+def test_hints_bound_the_launch_and_nothing_else(num_decodes: int) -> None:
+    batch = paged_batch(PagedShape(4, 2, 64), DECODES + CHUNKS, num_decodes=num_decodes)
+    batch.lengths["max_query_len"], batch.lengths["max_seq_len"] = 70, 100_000
+    check(batch)
+
+
+def test_a_batch_of_chunks_under_the_hint_of_one_decode() -> None:
+    check(paged_batch(PagedShape(4, 2, 64), CHUNKS, num_decodes=1))
+
+
+def test_more_requests_than_are_summed_at_once() -> None:
+    nothing = [(0, 0)] * 260
+    check(paged_batch(PagedShape(1, 1, 16), [*nothing, (1, 9), (1, 200), (2, 30), (20, 20)], num_decodes=1))

@@ -1,0 +1,60 @@
+"""Rotary embedding and cache write in the interpreter."""
+
+import pytest
+import torch
+
+from tests.support.kernel_inputs import PagedShape, assert_near, cos_sin_table, fused_qkv
+from tokenmill_kernels import ops, reference
+from tokenmill_kernels.gpu.rotary import rotary_kv_write
+
+POSITIONS = torch.tensor([0, 5, 99, 31, 7], dtype=torch.int32)
+SLOTS = torch.tensor([3, -1, 40, 17, 0])
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim"),
+    [
+        (PagedShape(4, 2, 64), 64),
+        (PagedShape(9, 3, 96, 32, torch.bfloat16), 96),
+        (PagedShape(12, 1, 128, 16, torch.float16), 128),
+        (PagedShape(3, 3, 64, 16), 24),
+        (PagedShape(1, 1, 256, 64, torch.bfloat16), 128),
+    ],
+)
+def test_against_reference(shape: PagedShape, rotary_dim: int, norms: bool) -> None:
+    q, k, v = fused_qkv(shape, len(POSITIONS))
+    weights = [torch.rand(shape.head_dim).to(shape.dtype) + 0.5 if norms else None for _ in range(2)]
+    table = cos_sin_table(100, rotary_dim)
+    results = []
+    for implementation in (rotary_kv_write, reference.rotary_kv_write):
+        caches = ops.allocate_kv_cache(4, shape.block_size, shape.num_kv_heads, shape.head_dim, shape.dtype, "cpu")
+        inputs = q.clone(), k.clone(), v.clone()
+        implementation(*inputs, table, POSITIONS, SLOTS, *caches, *weights, 1e-6)
+        results.append((*inputs, *caches))
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected)
+
+
+def test_views_of_one_projection() -> None:
+    shape = PagedShape(4, 2, 16)
+    q, k, v = fused_qkv(shape, len(POSITIONS))
+    expected_q = reference.rotate(q, cos_sin_table(100, 16), POSITIONS)
+    expected_k = reference.rotate(k, cos_sin_table(100, 16), POSITIONS)
+    before = v.clone()
+    k_cache, v_cache = ops.allocate_kv_cache(4, 16, 2, 16, torch.float32, "cpu")
+    rotary_kv_write(q, k, v, cos_sin_table(100, 16), POSITIONS, SLOTS, k_cache, v_cache)
+    assert_near(q, expected_q)
+    assert_near(k, expected_k)
+    assert torch.equal(v, before)
+    assert_near(k_cache[2, 8], expected_k[2])
+    assert torch.equal(v_cache[2, 8], v[2])
+
+
+def test_padding_writes_nothing() -> None:
+    q, k, v = fused_qkv(PagedShape(2, 1, 32), 3)
+    caches = ops.allocate_kv_cache(2, 16, 1, 32, torch.float32, "cpu")
+    padding = torch.full((3,), -1)
+    rotary_kv_write(q, k, v, cos_sin_table(8, 32), torch.zeros(3, dtype=torch.int32), padding, *caches)
+    assert not caches[0].any()
+    assert not caches[1].any()

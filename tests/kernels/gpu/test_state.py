@@ -1,0 +1,111 @@
+"""Kernels over device-resident request state, in the interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmill_kernels.gpu.state import RequestTables, StepRows, StepTokens, advance, expand_blocks, expand_tokens
+
+NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 9, 2048, 16
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_tables(num_computed: dict[int, int]) -> RequestTables:
+    """Random tokens; slots that are not named hold nonsense counts."""
+    tables = RequestTables(
+        token_ids=torch.randint(0, 50_000, (NUM_SLOTS, MAX_LEN), dtype=torch.int32),
+        num_tokens=torch.full((NUM_SLOTS,), 1500, dtype=torch.int32),
+        num_computed=torch.full((NUM_SLOTS,), 1 << 30, dtype=torch.int32),
+    )
+    for slot, count in num_computed.items():
+        tables.num_computed[slot] = count
+    return tables
+
+
+def make_rows(slots: list[int], counts: list[int], max_query_len: int | None = None) -> StepRows:
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    return StepRows(int32(*slots), int32(*starts.tolist()), max_query_len or max(counts))
+
+
+CASES = {
+    "decodes": ([4, 0, 7], [1, 1, 1], {4: 30, 0: 0, 7: 2047}, 0),
+    "mixed": ([2, 8, 1, 0], [1, 1, 600, 37], {2: 5, 8: 16, 1: 7, 0: 1600}, 0),
+    "one long chunk": ([3], [1300], {3: 111}, 0),
+    "padded": ([5, 6, -1, -1], [1, 1, 0, 0], {5: 9, 6: 100}, 2),
+    "padded tokens only": ([5, 1], [700, 20], {5: 9, 1: 0}, 1111),
+}
+
+
+@pytest.mark.parametrize(("slots", "counts", "computed", "padding"), CASES.values(), ids=CASES.keys())
+def test_expand(slots: list[int], counts: list[int], computed: dict[int, int], padding: int) -> None:
+    tables, rows = make_tables(computed), make_rows(slots, counts)
+    table = torch.randint(0, 1 << 20, (NUM_SLOTS, MAX_LEN // BLOCK_SIZE), dtype=torch.int32)
+    num_tokens = sum(counts) + padding
+    out = StepTokens(*(torch.full((size,), -7, dtype=torch.int32) for size in (num_tokens, num_tokens, len(slots))))
+    blocks, slot_mapping = torch.full((len(slots), table.shape[1]), -7, dtype=torch.int32), torch.full((num_tokens,), 9)
+    expand_tokens(tables, rows, out)
+    expand_blocks(table, tables.num_computed, rows, BLOCK_SIZE, (blocks, slot_mapping))
+
+    start = 0
+    for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+        if count == 0:
+            assert out.seq_lens[row] == 0
+            continue
+        positions = torch.arange(computed[slot], computed[slot] + count, dtype=torch.int32)
+        mine = slice(start, start + count)
+        assert torch.equal(out.positions[mine], positions)
+        assert torch.equal(out.input_ids[mine], tables.token_ids[slot, positions])
+        assert out.seq_lens[row] == computed[slot] + count
+        used = -(-int(out.seq_lens[row]) // BLOCK_SIZE)
+        assert torch.equal(blocks[row, :used], table[slot, :used])
+        assert (blocks[row, used:] == -7).all()
+        expected = table[slot, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        assert torch.equal(slot_mapping[mine], expected)
+        start += count
+    assert not out.input_ids[start:].any()
+    assert not out.positions[start:].any()
+    assert (slot_mapping[start:] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_advance(dtype: torch.dtype) -> None:
+    tables = make_tables({4: 30, 0: 0, 7: 200})
+    rows = make_rows([4, 0, 7, -1], [1, 20, 3, 0])
+    tables.num_tokens[torch.tensor([4, 7])] = torch.tensor([31, MAX_LEN], dtype=torch.int32)
+    before = RequestTables(tables.token_ids.clone(), tables.num_tokens.clone(), tables.num_computed.clone())
+    advance(tables, rows, int32(4, -1, 7), torch.tensor([17, 99, -1], dtype=dtype))
+
+    before.num_computed[torch.tensor([4, 0, 7])] += int32(1, 20, 3)
+    before.token_ids[4, 31] = 17
+    before.token_ids[7, MAX_LEN - 1] = 0
+    before.num_tokens[4] = 32
+    assert torch.equal(tables.num_computed, before.num_computed)
+    assert torch.equal(tables.num_tokens, before.num_tokens)
+    assert torch.equal(tables.token_ids, before.token_ids)
+
+
+def test_advance_with_nothing_sampled() -> None:
+    tables = make_tables({2: 5})
+    before = tables.token_ids.clone()
+    advance(tables, make_rows([2], [100]), int32(), int32())
+    assert tables.num_computed[2] == 105
+    assert torch.equal(tables.token_ids, before)
+
+
+def test_more_requests_than_one_program_takes() -> None:
+    num_slots = 300
+    tables = RequestTables(
+        torch.zeros(num_slots, 4, dtype=torch.int32),
+        torch.ones(num_slots, dtype=torch.int32),
+        torch.zeros(num_slots, dtype=torch.int32),
+    )
+    slots = torch.randperm(num_slots, dtype=torch.int32)
+    sampled = torch.randint(1, 100, (num_slots,), dtype=torch.int32)
+    rows = StepRows(slots, torch.arange(num_slots + 1, dtype=torch.int32), 1)
+    advance(tables, rows, slots, sampled)
+    assert (tables.num_computed == 1).all()
+    assert (tables.num_tokens == 2).all()
+    assert torch.equal(tables.token_ids[slots.long(), 1], sampled)
