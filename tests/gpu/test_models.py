@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 
-from tests.support.model_loading import load_on_cpu, model_config
+from tests.support.model_loading import CPU, load_on_cpu, loaded_weights, model_config
 from tests.support.paged_forward import PagedForward
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import VOCAB_SIZE, Family, cached_tiny_model, make_tiny_model, tiny_config, tiny_weights
@@ -79,7 +79,7 @@ def test_bfloat16_agrees_with_float32_on_the_most_likely_token(case: str) -> Non
 
 def test_large_matrices_arrive_whole_in_several_runs(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "llama", vocab_size=200_000)
-    expected, ours = load_on_cpu(folder).targets(), load_on_cuda(folder).targets()
+    expected, ours = loaded_weights(folder, CPU), loaded_weights(folder, CUDA)
     assert expected["lm_head.weight"].numel() > 1 << 23
     for name, values in expected.items():
         assert ours[name].is_cuda
@@ -88,22 +88,22 @@ def test_large_matrices_arrive_whole_in_several_runs(tmp_path: Path) -> None:
 
 def test_other_types_are_converted_on_the_way(tmp_path: Path) -> None:
     folder = cached_tiny_model("llama")
-    expected = load_on_cpu(folder, dtype="bfloat16").targets()
-    for name, values in load_on_cuda(folder, dtype="bfloat16").targets().items():
+    expected = loaded_weights(folder, CPU, dtype="bfloat16")
+    for name, values in loaded_weights(folder, CUDA, dtype="bfloat16").items():
         assert torch.equal(values.cpu(), expected[name]), name
 
 
 def test_a_gguf_file_loads_as_on_the_cpu(tmp_path: Path) -> None:
     config = tiny_config("llama")
     write_tiny_gguf(tmp_path / "model.gguf", config, tiny_weights(config), lambda _: gguf.GGMLQuantizationType.Q8_0)
-    expected = load_on_cpu(tmp_path / "model.gguf").targets()
-    for name, values in load_on_cuda(tmp_path / "model.gguf").targets().items():
+    expected = loaded_weights(tmp_path / "model.gguf", CPU)
+    for name, values in loaded_weights(tmp_path / "model.gguf", CUDA).items():
         assert torch.equal(values.cpu(), expected[name]), name
 
 
 def test_dummy_weights_follow_the_seed() -> None:
     folder = cached_tiny_model("llama")
-    first, again, other = (load_on_cuda(folder, load_format="dummy", seed=seed).targets() for seed in (1, 1, 2))
+    first, again, other = (loaded_weights(folder, CUDA, load_format="dummy", seed=seed) for seed in (1, 1, 2))
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(first[name], again[name])
     assert not torch.equal(first[name], other[name])

@@ -8,7 +8,10 @@ import torch
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.models.dense_decoder import DenseDecoder
-from tokenmill_engine.models.loader import load_model
+from tokenmill_engine.models.loader import load_model, load_weights
+from tokenmill_engine.models.registry import model_class
+
+CPU = torch.device("cpu")
 
 
 def model_config(name: str | Path | None, **changes: Any) -> ModelConfig:
@@ -33,4 +36,21 @@ def model_config(name: str | Path | None, **changes: Any) -> ModelConfig:
 
 def load_on_cpu(name: str | Path | None, **changes: Any) -> DenseDecoder:
     """The loaded model, on the CPU."""
-    return load_model(model_config(name, **changes), torch.device("cpu"))
+    return load_model(model_config(name, **changes), CPU)
+
+
+def load_op_by_op(name: str | Path | None, **changes: Any) -> DenseDecoder:
+    """As `load_on_cpu`, but every operator is called by itself even where the layers could run as one call."""
+    config = model_config(name, **changes)
+    model = model_class(config.architecture.name)(config, CPU)
+    load_weights(model, config)
+    model.finalize(allow_fused=False)
+    return model
+
+
+def loaded_weights(name: str | Path | None, device: torch.device, **changes: Any) -> dict[str, torch.Tensor]:
+    """Every parameter as it was loaded, by its Hugging Face name."""
+    config = model_config(name, **changes)
+    model = model_class(config.architecture.name)(config, device)
+    load_weights(model, config)
+    return model.targets()

@@ -13,17 +13,16 @@ class PagedForward:
     """Requests named by strings. Blocks are handed out in a scrambled order so that wrong tables show."""
 
     def __init__(self, model: DenseDecoder, num_blocks: int = 64, block_size: int = 16) -> None:
-        self._model = model
+        self.model = model
         self._block_size = block_size
-        weight = model.embed_tokens.weight
         self.kv_caches = [
-            ops.allocate_kv_cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, weight.dtype, weight.device)
+            ops.allocate_kv_cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, model.dtype, model.device)
             for spec in model.kv_specs
         ]
         for keys, values in self.kv_caches:
             keys.fill_(float("nan"))
             values.fill_(float("nan"))
-        self._device = weight.device
+        self._device = model.device
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -32,7 +31,7 @@ class PagedForward:
         """Computes the next tokens of each request; returns float32 logits [num_tokens, vocab_size] by request."""
         ordered = sorted(work, key=lambda item: len(item[1]) != 1)
         batch = self.prepare(ordered)
-        logits = self._model.compute_logits(self._model.forward(batch, self.kv_caches))
+        logits = self.model.compute_logits(self.model.forward(batch, self.kv_caches))
         pieces = logits.split([len(tokens) for _, tokens in ordered])
         return {name: piece for (name, _), piece in zip(ordered, pieces, strict=True)}
 

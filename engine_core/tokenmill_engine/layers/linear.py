@@ -36,14 +36,19 @@ class Linear:
         self.weight: torch.Tensor | ops.PackedWeight = placement.empty(out_features, in_features)
         self.bias = placement.empty(out_features) if has_bias else None
 
+    @property
+    def plain_weight(self) -> torch.Tensor:
+        """The matrix as rows of numbers. Raises RuntimeError after it was packed."""
+        if isinstance(self.weight, ops.PackedWeight):
+            raise RuntimeError("the weight was packed: its rows are gone")
+        return self.weight
+
     def targets(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(checkpoint name, view to fill) for each stacked projection. Valid until `finalize`."""
-        if isinstance(self.weight, ops.PackedWeight):
-            raise RuntimeError("weights cannot be loaded after they were packed")
         first = 0
         for name, num_rows in self._outputs.items():
             rows = slice(first, first + num_rows)
-            yield f"{prefix}{name}.weight", self.weight[rows]
+            yield f"{prefix}{name}.weight", self.plain_weight[rows]
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", self.bias[rows]
             first += num_rows

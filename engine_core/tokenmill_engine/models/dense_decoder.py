@@ -4,21 +4,19 @@ biases, norms of queries and keys, sliding windows, rotary scaling, tied embeddi
 Nothing here waits for the device or looks at values: a forward pass may be captured in a CUDA graph.
 """
 
-from collections.abc import Iterator
-
 import torch
 
 from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.attention.paged import PagedAttention
-from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.config.engine import DtypeName, ModelConfig
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
-from tokenmill_engine.layers.attention import Attention
+from tokenmill_engine.layers.decoder_layer import DecoderLayer
 from tokenmill_engine.layers.embedding import LMHead, TokenEmbedding
-from tokenmill_engine.layers.linear import Linear, Placement
-from tokenmill_engine.layers.mlp import GatedMLP
+from tokenmill_engine.layers.linear import Placement
 from tokenmill_engine.layers.norm import RMSNorm
 from tokenmill_engine.layers.rotary import cos_sin_table
+from tokenmill_engine.models.fused_stack import FusedStack, can_fuse
+from tokenmill_kernels import ops
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """Key and value cache of each layer, as `ops.allocate_kv_cache` makes them."""
@@ -33,68 +31,44 @@ _SPARE_POSITIONS = 64
 """Rows of the rotary table past the longest request: steps that run ahead of a stop may compute a few more tokens."""
 
 
-class DecoderLayer:
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
-
-    __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
-
-    def __init__(self, architecture: ArchitectureConfig, attend: PagedAttention, placement: Placement) -> None:
-        hidden_size, eps = architecture.hidden_size, architecture.rms_norm_eps
-        self.input_norm = RMSNorm(hidden_size, eps, placement)
-        self.attention = Attention(architecture, attend, placement)
-        self.post_attention_norm = RMSNorm(hidden_size, eps, placement)
-        self.mlp = GatedMLP(hidden_size, architecture.intermediate_size, architecture.mlp_bias, placement)
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view to fill) of every parameter."""
-        yield from self.input_norm.targets(f"{prefix}input_layernorm")
-        yield from self.attention.targets(f"{prefix}self_attn.")
-        yield from self.post_attention_norm.targets(f"{prefix}post_attention_layernorm")
-        yield from self.mlp.targets(f"{prefix}mlp.")
-
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """The matrices in the order of use: qkv, attention output, gate and up, down."""
-        return (self.attention.qkv_proj, self.attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos_sin: torch.Tensor,
-        batch: ForwardBatch,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual), both [num_tokens, hidden_size]; their sum is the stream that goes on."""
-        hidden, residual = self.input_norm(hidden, residual)
-        hidden = self.attention(hidden, cos_sin, batch, kv_cache)
-        hidden, residual = self.post_attention_norm(hidden, residual)
-        return self.mlp(hidden), residual
-
-
 class DenseDecoder:
     """Embedding, layers, norm, LM head. Constructed empty; `loader.load_model` fills and finalizes it."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         architecture = config.architecture
-        placement = Placement(TORCH_DTYPES[config.dtype], device)
         self.architecture = architecture
+        self.dtype = TORCH_DTYPES[config.dtype]
+        self.device = device
         self.kv_specs = tuple(
             KVSpec("full", architecture.num_kv_heads, architecture.head_dim, config.dtype, window)
             for window in architecture.layer_windows
         )
-        group_of = {layer: index for index, group in enumerate(group_layers(self.kv_specs)) for layer in group.layers}
+        self._groups = group_layers(self.kv_specs)
+        group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
+        placement = Placement(self.dtype, device)
         self.embed_tokens = TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
         self.layers = [
             DecoderLayer(architecture, self._attend(spec, group_of[index]), placement)
             for index, spec in enumerate(self.kv_specs)
         ]
         self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, placement)
-        self.lm_head = LMHead(self.embed_tokens, architecture.tie_word_embeddings, placement)
+        self.head_rows = (
+            self.embed_tokens
+            if architecture.tie_word_embeddings
+            else TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
+        )
+        self.lm_head = LMHead(self.head_rows)
         num_positions = config.max_model_len + _SPARE_POSITIONS
         self.cos_sin = cos_sin_table(architecture.rope, architecture.head_dim, num_positions, device)
+        self._fused: FusedStack | None = None
 
     def _attend(self, spec: KVSpec, group: int) -> PagedAttention:
         return PagedAttention(self.architecture.num_heads, spec.num_kv_heads, spec.head_dim, spec.window, group)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the layers run as one native call."""
+        return self._fused is not None
 
     def targets(self) -> dict[str, torch.Tensor]:
         """Where each checkpoint tensor goes, by its Hugging Face name. Every one must be filled, then `finalize`."""
@@ -102,19 +76,42 @@ class DenseDecoder:
         for index, layer in enumerate(self.layers):
             targets.update(layer.targets(f"model.layers.{index}."))
         targets.update(self.norm.targets("model.norm"))
-        targets.update(self.lm_head.targets("lm_head"))
+        if self.head_rows is not self.embed_tokens:
+            targets.update(self.head_rows.targets("lm_head"))
         return targets
 
-    def packables(self) -> list[Linear | LMHead]:
-        """What has to be finalized once its weights are loaded, in any order, from any thread."""
-        return [*(linear for layer in self.layers for linear in layer.linears()), self.lm_head]
+    def finalize(self, allow_fused: bool = True) -> None:
+        """Brings the loaded weights into the form that the device's kernels like best; the plain ones are freed.
 
-    def forward(self, batch: ForwardBatch, kv_caches: KVCaches) -> torch.Tensor:
-        """Normed hidden states [num_tokens, hidden_size]. Writes the batch's keys and values to the caches."""
+        On a CPU whose library can run the whole stack, it takes the layers over unless `allow_fused` is False;
+        results are the same within rounding.
+        """
+        self.embed_tokens.finalize()
+        self.head_rows.finalize()
+        embedding = self.embed_tokens.weight
+        fuse = allow_fused and can_fuse(self.architecture, self.dtype, self.device, len(self._groups))
+        if fuse and isinstance(embedding, ops.PackedWeight):
+            self._fused = FusedStack(self.architecture, self.layers, embedding, self.norm.weight, self.cos_sin)
+            return
+        for layer in self.layers:
+            for linear in layer.linears():
+                linear.finalize()
+
+    def forward(
+        self, batch: ForwardBatch, kv_caches: KVCaches, output_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Normed hidden states [num_tokens, hidden_size], or those of `output_rows` (int32, ascending) alone.
+
+        Writes the batch's keys and values to the caches, which must be the same in every call.
+        """
+        if self._fused is not None:
+            return self._fused.forward(batch, kv_caches, output_rows)
         hidden = self.embed_tokens(batch.input_ids)
         residual: torch.Tensor | None = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden, residual = layer(hidden, residual, self.cos_sin, batch, kv_cache)
+        if output_rows is not None and residual is not None:
+            hidden, residual = hidden.index_select(0, output_rows), residual.index_select(0, output_rows)
         return self.norm(hidden, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -41,17 +41,9 @@ def load_model(config: ModelConfig, device: torch.device) -> DenseDecoder:
     """
     started = time.monotonic()
     model = model_class(config.architecture.name)(config, device)
-    with _pool() as pool:
-        if config.load_format == "dummy":
-            _fill_randomly(pool, model.targets(), config.seed)
-        else:
-            with closing(_open_source(config)) as source:
-                match = match_gguf if config.load_format == "gguf" else match_safetensors
-                destinations = match(model, source.shapes, config.path)
-                _run_copies(pool, destinations, source, device)
-        loaded = time.monotonic()
-        for packing in [pool.submit(packable.finalize) for packable in model.packables()]:
-            packing.result()
+    load_weights(model, config)
+    loaded = time.monotonic()
+    model.finalize()
     logger.info(
         "loaded %s (%s, %.0f M parameters, %s on %s): %.2f s, packing %.2f s",
         config.name,
@@ -63,6 +55,17 @@ def load_model(config: ModelConfig, device: torch.device) -> DenseDecoder:
         time.monotonic() - loaded,
     )
     return model
+
+
+def load_weights(model: DenseDecoder, config: ModelConfig) -> None:
+    """Fills every parameter of a new model. Raises ConfigError as `load_model`."""
+    with _pool() as pool:
+        if config.load_format == "dummy":
+            _fill_randomly(pool, model.targets(), config.seed)
+            return
+        with closing(_open_source(config)) as source:
+            match = match_gguf if config.load_format == "gguf" else match_safetensors
+            _run_copies(pool, match(model, source.shapes, config.path), source, model.device)
 
 
 def _open_source(config: ModelConfig) -> WeightSource:

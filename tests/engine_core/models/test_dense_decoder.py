@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.model_loading import load_on_cpu
+from tests.support.model_loading import load_on_cpu, load_op_by_op
 from tests.support.paged_forward import PagedForward
 from tests.support.tiny_models import VOCAB_SIZE, Family, cached_tiny_model
+from tokenmill_engine.models.dense_decoder import DenseDecoder
 
 TOLERANCE = 1e-4
 
@@ -43,10 +44,20 @@ CASES: dict[str, tuple[Family, dict[str, Any]]] = {
 }
 
 
+Load = Callable[..., DenseDecoder]
+
+
 @pytest.fixture(params=CASES)
 def folder(request: pytest.FixtureRequest) -> Path:
     family, overrides = CASES[request.param]
     return cached_tiny_model(family, **overrides)
+
+
+@pytest.fixture(params=[load_on_cpu, load_op_by_op], ids=["fused", "op-by-op"])
+def load(request: pytest.FixtureRequest) -> Load:
+    """Both ways to run the layers."""
+    loader: Load = request.param
+    return loader
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +89,22 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor) -> None:
     torch.testing.assert_close(ours, reference, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_whole_prompt_equals_transformers(folder: Path, reference_logits: Callable[..., torch.Tensor]) -> None:
+def test_a_whole_prompt_equals_transformers(
+    folder: Path, load: Load, reference_logits: Callable[..., torch.Tensor]
+) -> None:
     tokens = prompt(77, seed=1)
-    logits = PagedForward(load_on_cpu(folder)).step([("a", tokens)])["a"]
+    logits = PagedForward(load(folder)).step([("a", tokens)])["a"]
     reference = reference_logits(folder, tokens)
     assert reference.std() > 0.5
     assert_close(logits, reference)
 
 
 def test_chunks_and_decodes_in_mixed_batches_equal_whole_prompts(
-    folder: Path, reference_logits: Callable[..., torch.Tensor]
+    folder: Path, load: Load, reference_logits: Callable[..., torch.Tensor]
 ) -> None:
     texts = {"a": prompt(61, seed=2), "b": prompt(37, seed=3), "c": prompt(5, seed=4)}
     chunks = {"a": [17, 16, 1, 1, 20, 6], "b": [1, 30, 1, 1, 1, 3], "c": [1, 1, 1, 1, 1]}
-    forward = PagedForward(load_on_cpu(folder), block_size=4)
+    forward = PagedForward(load(folder), block_size=4)
     pieces: dict[str, list[torch.Tensor]] = {name: [] for name in texts}
     done = dict.fromkeys(texts, 0)
     for step in range(6):
@@ -114,6 +127,41 @@ def test_the_window_changes_logits_only_past_its_length(reference_logits: Callab
     windowed = PagedForward(load_on_cpu(cached_tiny_model("mistral", sliding_window=9))).step([("a", tokens)])["a"]
     assert_close(windowed[:9], full[:9])
     assert (windowed[9:] - full[9:]).abs().max(dim=-1).values.min() > 10 * TOLERANCE
+
+
+def test_only_the_wanted_rows_are_computed(load: Load) -> None:
+    folder, work = cached_tiny_model("qwen3"), [("a", prompt(30, seed=8)), ("b", prompt(12, seed=9))]
+    everything, some = PagedForward(load(folder)), PagedForward(load(folder))
+    rows = torch.tensor([0, 29, 41], dtype=torch.int32)
+    hidden = everything.model.forward(everything.prepare(work), everything.kv_caches)
+    chosen = some.model.forward(some.prepare(work), some.kv_caches, output_rows=rows)
+    torch.testing.assert_close(chosen, hidden[rows], atol=1e-5, rtol=1e-5)
+    next_tokens = [("a", [1]), ("b", [2])]
+    ours = some.step(next_tokens)
+    for name, logits in everything.step(next_tokens).items():
+        assert_close(ours[name], logits)
+
+
+def test_the_layers_run_as_one_native_call_unless_told_otherwise() -> None:
+    folder = cached_tiny_model("llama")
+    assert load_on_cpu(folder).is_fused
+    assert load_on_cpu(folder, dtype="bfloat16").is_fused
+    assert not load_op_by_op(folder).is_fused
+
+
+def test_types_that_the_library_lacks_run_op_by_op(reference_logits: Callable[..., torch.Tensor]) -> None:
+    folder, tokens = cached_tiny_model("llama"), prompt(20, seed=10)
+    model = load_on_cpu(folder, dtype="float16")
+    assert not model.is_fused
+    logits = PagedForward(model).step([("a", tokens)])["a"]
+    torch.testing.assert_close(logits, reference_logits(folder, tokens), atol=0.05, rtol=0.05)
+
+
+def test_a_second_set_of_caches_is_refused() -> None:
+    model = load_on_cpu(cached_tiny_model("llama"))
+    PagedForward(model).step([("a", [1, 2, 3])])
+    with pytest.raises(ValueError, match="once"):
+        PagedForward(model).step([("a", [1, 2, 3])])
 
 
 def test_kv_specs_declare_heads_windows_and_dtype() -> None:

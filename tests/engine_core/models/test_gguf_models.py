@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from tests.support.model_loading import load_on_cpu, model_config
+from tests.support.model_loading import CPU, load_on_cpu, loaded_weights, model_config
 from tests.support.paged_forward import PagedForward
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import Family, make_tiny_model, tiny_config, tiny_weights
@@ -73,13 +73,15 @@ def test_a_file_of_mixed_types_equals_transformers_on_its_dequantized_weights(
     assert {tensor.type_name for tensor in read_gguf(file).tensors.values()} >= {
         "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"
     }  # fmt: skip
-    model = load_on_cpu(file)
-    for name, target in load_on_cpu(hf_folder).targets().items():
-        torch.testing.assert_close(model.targets()[name], target, atol=0, rtol=0)
+    weights = loaded_weights(file, CPU)
+    for name, expected_weight in loaded_weights(hf_folder, CPU).items():
+        torch.testing.assert_close(weights[name], expected_weight, atol=0, rtol=0)
     reference = transformers.AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(PagedForward(model).step([("a", TOKENS)])["a"], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        PagedForward(load_on_cpu(file)).step([("a", TOKENS)])["a"], expected, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_llama_3_frequency_divisors_in_the_file_are_used(tmp_path: Path) -> None:
@@ -232,3 +234,17 @@ def test_the_embedded_model_continues_the_reference_prompts_exactly() -> None:
     for case in cases:
         assert generated[case["prompt"]] == case["fp32_ids"]
         assert logprobs[case["prompt"]] == pytest.approx(case["fp32_logprob"], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_in_bfloat16_gives_near_reference_probabilities() -> None:
+    """Teacher-forced: greedy text is fragile in bfloat16, log-probabilities of the reference's tokens are not."""
+    forward = PagedForward(load_on_cpu(None, dtype="bfloat16"))
+    for case in json.loads(REFERENCE.read_text()):
+        prompt, answer = case["prompt_ids"], case["fp32_ids"]
+        logits = forward.step([(case["prompt"], prompt + answer[:-1])])[case["prompt"]]
+        logprobs = logits[len(prompt) - 1 :].log_softmax(dim=-1)
+        ours = logprobs.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+        difference = (ours - torch.tensor(case["fp32_logprob"])).abs()
+        assert difference.mean() < 0.05
+        assert difference.max() < 0.5

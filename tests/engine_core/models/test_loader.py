@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 
-from tests.support.model_loading import load_on_cpu
+from tests.support.model_loading import CPU, load_on_cpu, loaded_weights
 from tests.support.paged_forward import PagedForward
 from tests.support.tiny_models import cached_tiny_model, make_tiny_model
 from tokenmill_engine.errors import ConfigError
@@ -31,9 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_weight_arrives_unchanged(folder: Path) -> None:
-    model = load_on_cpu(folder)
+    targets = loaded_weights(folder, CPU)
     stored = load_file(folder / "model.safetensors")
-    targets = model.targets()
     assert set(targets) == set(stored)
     for name, values in stored.items():
         np.testing.assert_array_equal(targets[name].numpy(), values, err_msg=name)
@@ -55,19 +54,18 @@ def test_checkpoints_of_other_float_types_are_converted(folder: Path, dtype: tor
         name: torch.from_numpy(values).to(dtype) for name, values in load_file(folder / "model.safetensors").items()
     }
     save_torch_file(weights, folder / "model.safetensors")
-    targets = load_on_cpu(folder).targets()
+    targets = loaded_weights(folder, CPU)
     for name, values in weights.items():
         torch.testing.assert_close(targets[name], values.float(), atol=0, rtol=0)
 
 
 def test_dummy_weights_need_no_files_and_follow_the_seed(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    first, again = (load_on_cpu(folder, load_format="dummy", seed=5) for _ in range(2))
-    other = load_on_cpu(folder, load_format="dummy", seed=6)
-    assert torch.equal(logits_of(first), logits_of(again))
-    assert not torch.equal(logits_of(first), logits_of(other))
-    assert torch.isfinite(logits_of(first)).all()
-    assert logits_of(first).std() > 0.1
+    first, again, other = (logits_of(load_on_cpu(folder, load_format="dummy", seed=seed)) for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.isfinite(first).all()
+    assert first.std() > 0.1
 
 
 def test_a_tied_head_in_the_checkpoint_is_ignored(tmp_path: Path) -> None:
