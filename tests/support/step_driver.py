@@ -15,18 +15,22 @@ class Handle(Protocol):
     def result(self) -> StepResult: ...
 
 
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
 @dataclass
 class Generation:
     """One request and what became of it."""
 
     prompt: Sequence[int]
     max_tokens: int
-    sampling: SamplingParams = SamplingParams(temperature=0.0, seed=0)
+    sampling: SamplingParams = GREEDY
     stop_token_ids: tuple[int, ...] = ()
     output: list[int] = field(default_factory=list)
     logprobs: list[LogprobRows] = field(default_factory=list)
     prompt_logprobs: list[LogprobRows] = field(default_factory=list)
     error: str | None = None
+    num_preemptions: int = 0
 
     @property
     def finished(self) -> bool:
@@ -74,13 +78,13 @@ class StepDriver:
         self.plans: list[StepPlan] = []
 
     def run(self, generations: Sequence[Generation], *, preempt_every: int = 0) -> None:
-        """Generate to the end of all. With `preempt_every` n the oldest request loses its place every n steps (which
-        needs depth 1)."""
+        """Generate to the end of all. With `preempt_every` n a request loses its place every n steps, each request at
+        most twice (which needs depth 1)."""
         waiting = deque(generations)
         in_flight: deque[tuple[StepPlan, list[_Running], Handle]] = deque()
         while waiting or self._running or in_flight:
-            if preempt_every and self._running and self._step % preempt_every == preempt_every - 1:
-                waiting.append(self._preempt(self._running[0]))
+            if preempt_every and self._step % preempt_every == preempt_every - 1:
+                waiting.extend(self._preempt())
                 self._step += 1
             self._admit(waiting)
             plan, rows = self._plan()
@@ -102,9 +106,12 @@ class StepDriver:
             self._running.append(_Running(generation, self._next_id, self._free_slots.pop(), blocks, 0, 0, known))
             self._next_id += 1
 
-    def _preempt(self, running: _Running) -> Generation:
-        self._release(running)
-        return running.generation
+    def _preempt(self) -> list[Generation]:
+        victims = [running for running in self._running if running.generation.num_preemptions < 2][:1]
+        for running in victims:
+            running.generation.num_preemptions += 1
+            self._release(running)
+        return [running.generation for running in victims]
 
     def _release(self, running: _Running) -> None:
         self._running.remove(running)

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
+from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.kv_cache.spec import KVGroup
-from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
+from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.model_runner import ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.slots import SlotTables
+from tokenmill_kernels.cpu import library
 
 _WARM_UP_PROMPT = 32
 
@@ -23,10 +25,12 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self._config = config
         torch.set_num_threads(config.device.num_threads)
+        library.set_num_threads(config.device.num_threads)
 
     @property
     def attention_backend(self) -> str:
-        return "torch"
+        native = library.load() is not None and TORCH_DTYPES[self._config.model.dtype] in library.DTYPE_CODES
+        return "native" if native else "torch"
 
     def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
         self._model, self._tables, self._num_groups = model, tables, len(groups)
@@ -37,7 +41,11 @@ class CpuBackend:
     def start(self, kv_caches: KVCaches) -> ModelRunner:
         model, block_size = self._model, self._config.cache.block_size
         preparer = CpuPreparer(self._tables, block_size)
-        runner = ModelRunner(model, lambda batch: model.forward(batch, kv_caches), self._tables, preparer)
+
+        def forward(batch: ForwardBatch, output_rows: torch.Tensor | None) -> torch.Tensor:
+            return model.forward(batch, kv_caches, output_rows)
+
+        runner = ModelRunner(model, forward, self._tables, preparer)
         longest = min(_WARM_UP_PROMPT, self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
         for tokens_each in (longest, 1):
             runner.execute(rehearsal_plan(1, tokens_each, self._num_groups, block_size, GREEDY)).wait()

@@ -86,7 +86,7 @@ class CudaBackend:
 
     def _eager(self, kv_caches: KVCaches) -> Forward:
         model = self._model
-        return lambda batch: model.forward(batch, kv_caches)
+        return lambda batch, output_rows: model.forward(batch, kv_caches, output_rows)
 
     def _decode_batch(self, num_reqs: int) -> ForwardBatch:
         plan = self._plan(num_reqs, 1)

@@ -29,11 +29,12 @@ class GraphedForward:
         self._forward = forward
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size], valid until the next call."""
-        recorded = self._graphs.get(batch.num_reqs) if batch.max_query_len == 1 else None
-        if recorded is None or batch.num_decodes != batch.num_reqs:
-            return self._forward(batch)
+    def __call__(self, batch: ForwardBatch, output_rows: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states [num_rows, hidden_size], valid until the next call."""
+        only_decodes = output_rows is None and batch.num_decodes == batch.num_reqs
+        recorded = self._graphs.get(batch.num_reqs) if only_decodes else None
+        if recorded is None:
+            return self._forward(batch, output_rows)
         graph, hidden = recorded
         graph.replay()
         return hidden
@@ -49,10 +50,10 @@ class GraphedForward:
         for size in tqdm(sorted(sizes, reverse=True), "capturing CUDA graphs", disable=disable, mininterval=interval):
             batch = batch_of(size)
             # Kernels compile when they first run, which a capture does not allow.
-            self._forward(batch)
+            self._forward(batch, None)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                hidden = self._forward(batch)
+                hidden = self._forward(batch, None)
             self._graphs[size] = (graph, hidden)
         torch.cuda.synchronize()
         logger.info("captured %d CUDA graphs: %.2f s", len(sizes), time.monotonic() - started)

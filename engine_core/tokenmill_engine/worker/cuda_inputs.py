@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.inputs import StepInputs
+from tokenmill_engine.worker.inputs import StepInputs, last_tokens
 from tokenmill_engine.worker.slots import SlotTables
 from tokenmill_kernels.gpu import state
 
@@ -49,7 +49,8 @@ class CudaPreparer:
         query_start[num_reqs + 1 :] = query_start[num_reqs]
         sample_rows = np.flatnonzero(plan.samples)
         sample_slots = plan.slots[sample_rows]
-        self._send(query_start, plan.slots, sample_slots, query_start[1:][sample_rows] - 1)
+        logit_index = last_tokens(query_start, sample_rows)
+        self._send(query_start, plan.slots, sample_slots, logit_index)
 
         num_tokens = num_rows if only_decodes else int(query_start[-1])
         max_query_len = 1 if only_decodes else int(plan.num_scheduled.max())
@@ -78,7 +79,7 @@ class CudaPreparer:
             query_start=query_start,
             sample_rows=sample_rows,
             sample_slots=sample_slots,
-            logit_index=None if only_decodes else self._logit_index[: len(sample_rows)],
+            logit_index=None if only_decodes else self._logit_index[: len(logit_index)],
             max_tokens=int((plan.num_computed + plan.num_scheduled).max()),
         )
 

@@ -24,9 +24,15 @@ class StepInputs:
     sample_slots: NDArray[np.int32]
     """[num_samples] their slots."""
     logit_index: torch.Tensor | None
-    """int64 [num_samples]: the token whose hidden state decides; None if every token does, in order."""
+    """int32, ascending: the tokens whose hidden states decide, one for each sampling row; None if all do, in order.
+    At least one, even if no row samples."""
     max_tokens: int
     """No row has more known tokens than that."""
+
+
+def last_tokens(query_start: NDArray[np.int32], sample_rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The last token of each sampling row; one token of no interest if none samples."""
+    return query_start[sample_rows + 1] - 1 if len(sample_rows) else np.zeros(1, np.int32)
 
 
 class StepPreparer(Protocol):
@@ -69,7 +75,7 @@ class CpuPreparer:
             token_slots = slots[row_of_token]
             sample_rows = np.flatnonzero(plan.samples)
             sample_slots = slots[sample_rows]
-            logit_index = torch.from_numpy(query_start[1:][sample_rows].astype(np.int64) - 1)
+            logit_index = torch.from_numpy(last_tokens(query_start, sample_rows))
             max_query_len = int(counts.max())
         batch = ForwardBatch(
             input_ids=torch.from_numpy(self._token_ids[token_slots, positions]),

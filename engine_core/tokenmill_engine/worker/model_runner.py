@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.models.dense_decoder import DenseDecoder
@@ -18,8 +19,8 @@ from tokenmill_engine.worker.inputs import StepInputs, StepPreparer
 from tokenmill_engine.worker.results import PendingResult, ScoredRows
 from tokenmill_engine.worker.slots import SlotTables
 
-Forward = Callable[[ForwardBatch], torch.Tensor]
-"""Runs the model: hidden states [num_tokens, hidden_size], valid until the next call."""
+Forward = Callable[[ForwardBatch, torch.Tensor | None], torch.Tensor]
+"""Runs the model: hidden states of all tokens, or of the given ones (int32, ascending), valid until the next call."""
 
 _SCORE_PIECE_ELEMENTS = 1 << 24
 """Bound on the logits that exist at once while prompts are scored."""
@@ -40,18 +41,23 @@ class ModelRunner:
         """Enqueue one step."""
         self._tables.apply(plan)
         inputs = self._preparer.prepare(plan)
-        hidden = self._forward(inputs.batch)
-        prompt_logprobs = self._score_prompts(plan, inputs, hidden)
+        scored = self._scored_tokens(plan)
+        if scored is None:
+            hidden = self._forward(inputs.batch, inputs.logit_index)
+            prompt_logprobs = None
+        else:
+            hidden = self._forward(inputs.batch, None)
+            prompt_logprobs = self._score_prompts(plan, inputs, hidden, scored)
+            hidden = hidden if inputs.logit_index is None else hidden.index_select(0, inputs.logit_index)
         sampled = self._sample(hidden, inputs)
         self._preparer.advance(plan, inputs, sampled.token_ids)
         return PendingResult(plan, inputs.sample_rows, sampled.token_ids, self._own(inputs, sampled), prompt_logprobs)
 
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled:
-        """One token for each sampling row."""
+        """One token for each sampling row, from its `hidden` state (padding may follow)."""
         if len(inputs.sample_rows) == 0:
             return Sampled(torch.empty(0, dtype=torch.int32, device=hidden.device))
-        num_samples, index = len(inputs.sample_rows), inputs.logit_index
-        rows = hidden[:num_samples] if index is None else hidden.index_select(0, index)
+        rows = hidden[: len(inputs.sample_rows)]
         if not self._sampler.batch(inputs.sample_slots).any_feature:
             return Sampled(self._model.argmax_token(rows).to(torch.int32))
         return self._sampler.sample(self._model.compute_logits(rows), inputs.sample_slots, inputs.max_tokens)
@@ -68,28 +74,29 @@ class ModelRunner:
             scores=sampled.logprobs,
         )
 
-    def _score_prompts(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor) -> ScoredRows | None:
-        """Log-probabilities of the prompt tokens that follow the tokens computed now."""
+    def _scored_tokens(self, plan: StepPlan) -> NDArray[np.int64] | None:
+        """[num_reqs] how many of the row's tokens score the prompt token after them; None if none does."""
         num_top = self._tables.sampling.num_prompt_logprobs[plan.slots]
         if num_top.max() < 0:
             return None
-        # Token p is scored by the hidden state of token p - 1; nothing scores the first one.
-        last_scored = self._tables.num_prompt[plan.slots] - 1 - plan.num_computed
-        counts = np.where(num_top >= 0, np.minimum(plan.num_scheduled, last_scored).clip(min=0), 0).astype(np.int64)
+        # The last token of the prompt has no prompt token after it.
+        left = self._tables.num_prompt[plan.slots] - 1 - plan.num_computed
+        counts = np.where(num_top >= 0, np.minimum(plan.num_scheduled, left).clip(min=0), 0).astype(np.int64)
+        return counts if counts.any() else None
+
+    def _score_prompts(
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, counts: NDArray[np.int64]
+    ) -> ScoredRows:
+        """Log-probabilities of the prompt tokens that follow the first `counts` tokens of each row."""
         rows = np.flatnonzero(counts)
-        if len(rows) == 0:
-            return None
-        widest = int(num_top[rows].max())
-        scores = [
-            score
-            for row in rows.tolist()
-            for score in self._score_row(
-                hidden[int(inputs.query_start[row]) :][: int(counts[row])],
-                self._tables.tokens.token_ids[int(plan.slots[row]), int(plan.num_computed[row]) + 1 :],
-                widest,
-            )
-        ]
-        return ScoredRows(rows, counts[rows], num_top[rows], _concatenate(scores))
+        num_top = self._tables.sampling.num_prompt_logprobs[plan.slots[rows]]
+        widest = int(num_top.max())
+        scores: list[Logprobs] = []
+        for row in rows.tolist():
+            start, first_next = int(inputs.query_start[row]), int(plan.num_computed[row]) + 1
+            next_ids = self._tables.tokens.token_ids[int(plan.slots[row]), first_next:]
+            scores += self._score_row(hidden[start : start + int(counts[row])], next_ids, widest)
+        return ScoredRows(rows, counts[rows], num_top, _concatenate(scores))
 
     def _score_row(self, hidden: torch.Tensor, next_ids: torch.Tensor, num_top: int) -> list[Logprobs]:
         """Scores of the first `len(hidden)` of `next_ids`, in pieces of bounded memory."""

@@ -37,12 +37,14 @@ class SlotShape:
 class SlotTables:
     """One row per slot in every table."""
 
-    def __init__(self, shape: SlotShape, device: torch.device) -> None:
+    def __init__(self, shape: SlotShape, device: torch.device, *, packed_writes: bool | None = None) -> None:
+        """`packed_writes`: send changes as one copy of indices and values; by default where memory is not shared."""
         self.shape = shape
         self.device = device
         num_slots = shape.num_slots
         self._buffer = torch.zeros(shape.num_bytes // 4, dtype=torch.int32, device=device)
-        self._host: NDArray[np.int32] | None = self._buffer.numpy() if device.type == "cpu" else None
+        packed = device.type != "cpu" if packed_writes is None else packed_writes
+        self._host: NDArray[np.int32] | None = None if packed else self._buffer.numpy()
         self._next_offset = 0
         self.tokens = TokenTable(
             token_ids=self._take(num_slots * shape.max_len).view(num_slots, shape.max_len),

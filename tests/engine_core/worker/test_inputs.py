@@ -1,0 +1,109 @@
+"""Prepared inputs against a token-by-token computation, and the tables after a step."""
+
+import numpy as np
+import pytest
+import torch
+
+from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.worker.inputs import CpuPreparer
+from tokenmill_engine.worker.slots import SlotShape, SlotTables
+
+BLOCK_SIZE = 4
+SHAPE = SlotShape(num_slots=6, max_len=40, max_blocks=10, num_groups=2, vocab_size=100)
+
+
+def filled_tables(rng: np.random.Generator) -> SlotTables:
+    tables = SlotTables(SHAPE, torch.device("cpu"))
+    tables.tokens.token_ids.copy_(torch.from_numpy(rng.integers(0, 100, (6, 40))))
+    for table in tables.block_tables:
+        table.copy_(torch.from_numpy(rng.permutation(60).reshape(6, 10)))
+    return tables
+
+
+def random_plan(rng: np.random.Generator, tables: SlotTables, num_decodes: int, num_chunks: int) -> StepPlan:
+    num_reqs = num_decodes + num_chunks
+    slots = rng.permutation(6)[:num_reqs].astype(np.int32)
+    counts = np.concatenate([np.ones(num_decodes), rng.integers(1, 9, num_chunks)]).astype(np.int32)
+    computed = rng.integers(0, 30, num_reqs).astype(np.int32)
+    samples = np.concatenate([np.ones(num_decodes), rng.integers(0, 2, num_chunks)]).astype(np.bool_)
+    tables.num_computed[torch.from_numpy(slots).long()] = torch.from_numpy(computed)
+    known = computed + counts + np.where(samples, 0, 3).astype(np.int32)
+    tables.tokens.num_tokens[torch.from_numpy(slots).long()] = torch.from_numpy(known)
+    return StepPlan(0, slots, counts, computed, samples, num_decodes)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 4])
+@pytest.mark.parametrize("num_chunks", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_inputs_match_a_loop_over_tokens(num_decodes: int, num_chunks: int, seed: int) -> None:
+    if num_decodes + num_chunks == 0:
+        num_chunks = 3
+    rng = np.random.default_rng(seed)
+    tables = filled_tables(rng)
+    plan = random_plan(rng, tables, num_decodes, num_chunks)
+    inputs = CpuPreparer(tables, BLOCK_SIZE).prepare(plan)
+
+    ids, positions, starts, lengths = [], [], [0], []
+    slot_mappings: list[list[int]] = [[], []]
+    for slot, count, computed in zip(plan.slots, plan.num_scheduled, plan.num_computed, strict=True):
+        for position in range(computed, computed + count):
+            ids.append(int(tables.tokens.token_ids[slot, position]))
+            positions.append(position)
+            for group, table in enumerate(tables.block_tables):
+                block = int(table[slot, position // BLOCK_SIZE])
+                slot_mappings[group].append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+        starts.append(len(ids))
+        lengths.append(int(computed + count))
+    batch = inputs.batch
+    assert batch.input_ids.tolist() == ids
+    assert batch.positions.tolist() == positions
+    assert batch.query_start_loc.tolist() == inputs.query_start.tolist() == starts
+    assert batch.seq_lens.tolist() == lengths
+    assert (batch.num_reqs, batch.num_tokens, batch.num_decodes) == (plan.num_reqs, len(ids), num_decodes)
+    assert batch.max_query_len == max(plan.num_scheduled)
+    assert batch.max_seq_len == inputs.max_tokens == max(lengths)
+    for group, table in enumerate(tables.block_tables):
+        assert batch.groups[group].slot_mapping.tolist() == slot_mappings[group]
+        for row, slot in enumerate(plan.slots):
+            used = -(-lengths[row] // BLOCK_SIZE)
+            assert batch.groups[group].block_tables[row, :used].tolist() == table[slot, :used].tolist()
+    for tensor in (batch.input_ids, batch.positions, batch.query_start_loc, batch.seq_lens):
+        assert tensor.dtype == torch.int32
+    assert batch.groups[0].slot_mapping.dtype == torch.int64
+
+    assert inputs.sample_rows.tolist() == np.flatnonzero(plan.samples).tolist()
+    assert inputs.sample_slots.tolist() == plan.slots[plan.samples].tolist()
+    last_tokens = [end - 1 for end, samples in zip(starts[1:], plan.samples, strict=True) if samples]
+    index = list(range(len(ids))) if inputs.logit_index is None else inputs.logit_index.tolist()
+    assert index == (last_tokens or [0])
+
+
+def test_advance_counts_and_appends() -> None:
+    rng = np.random.default_rng(0)
+    tables = filled_tables(rng)
+    plan = random_plan(rng, tables, 2, 3)
+    preparer = CpuPreparer(tables, BLOCK_SIZE)
+    inputs = preparer.prepare(plan)
+    before = tables.tokens.num_tokens.clone()
+    sampled = torch.arange(50, 50 + len(inputs.sample_slots), dtype=torch.int32)
+    sampled[0] = -1
+    preparer.advance(plan, inputs, sampled)
+    for row, slot in enumerate(plan.slots):
+        assert tables.num_computed[slot] == plan.num_computed[row] + plan.num_scheduled[row]
+        assert tables.tokens.num_tokens[slot] == before[slot] + plan.samples[row]
+    for token, slot in zip(sampled.tolist(), inputs.sample_slots.tolist(), strict=True):
+        assert tables.tokens.token_ids[slot, before[slot]] == max(token, 0)
+
+
+def test_a_full_row_does_not_run_into_the_next() -> None:
+    tables = filled_tables(np.random.default_rng(0))
+    tables.num_computed[2] = 39
+    tables.tokens.num_tokens[2] = 40
+    tables.tokens.token_ids[3, 0] = 77
+    one = np.array([1], np.int32)
+    plan = StepPlan(0, np.array([2], np.int32), one, np.array([39], np.int32), np.array([True]), 1)
+    preparer = CpuPreparer(tables, BLOCK_SIZE)
+    preparer.advance(plan, preparer.prepare(plan), torch.tensor([5], dtype=torch.int32))
+    assert tables.tokens.token_ids[3, 0] == 77
+    assert tables.tokens.token_ids[2, 39] == 5
+    assert tables.tokens.num_tokens[2] == 40
