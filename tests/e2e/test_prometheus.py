@@ -88,7 +88,8 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     arguments += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
     arguments += ["--request-rate", str(NUM_REQUESTS / LOAD_S), "--disable-tqdm"]
     assert bench.main(arguments) == 0
-    time.sleep(2.5)  # two scrapes of the settled state
+    settled = time.time() + 1
+    wait_for(lambda: started.value("timestamp(up)") > settled, 20, "a scrape of the settled state", poll_s=0.2)
     yield started
     started.close()
 
