@@ -22,7 +22,7 @@ import uvloop
 from tokenmill_engine.config.model_files import read_tokenizer_facts
 from tokenmill_engine.errors import EngineDeadError, OverloadedError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, StartFailed
+from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, Serving, StartFailed
 from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.accept import ConnectionCounts
@@ -165,6 +165,7 @@ class ApiServer:
         await context.generator.connect()
         if context.readiness.phase is Phase.STARTING:
             context.readiness.move(Phase.READY)
+        self._channel.send(Serving())
 
     def _on_engine_died(self, engine: int, message: str) -> None:
         """The whole server is about to end: whoever waits is told so now."""

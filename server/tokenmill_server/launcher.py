@@ -1,8 +1,8 @@
 """The parent of every process of a server: starts them, watches them, drains and stops them.
 
-    STARTING ──all engines ready, all API servers listening──▶ SERVING ──SIGTERM──▶ DRAINING ──▶ done, status 0
-        │                                                         │
-        └── a start failed: raises                                └── an engine died ──▶ FAILING ──▶ raises
+    STARTING ──every process ready──▶ SERVING ──SIGTERM──▶ DRAINING ──▶ done, status 0
+        │                                │
+        └── a start failed: raises       └── an engine died ──▶ FAILING ──▶ raises
 
 A dead API server is replaced in any state but the last two. Whatever happens, no child outlives `serve`.
 """
@@ -27,6 +27,7 @@ from tokenmill_engine.ipc.control import (
     EnginesReady,
     FromApiServer,
     Listening,
+    Serving,
     StartFailed,
     ToApiServer,
 )
@@ -90,6 +91,7 @@ class Launcher:
         self._api_servers: dict[int, ChildProcess[FromApiServer]] = {}
         self._incarnations = dict.fromkeys(range(self._config.api_server_count), 0)
         self._listening: set[int] = set()
+        self._serving: set[int] = set()
         self._draining: set[int] = set()
         self._deaths: deque[float] = deque(maxlen=_MAX_API_SERVER_DEATHS)
         self._environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
@@ -161,12 +163,13 @@ class Launcher:
             return
         if self._engines.all_ready:
             self._broadcast(EnginesReady(self._engines.ready))
-            self._announce_when_ready()
 
     def _on_api_server_message(self, client: int, message: FromApiServer) -> None:
         match message:
             case Listening():
                 self._listening.add(client)
+            case Serving():
+                self._serving.add(client)
                 self._announce_when_ready()
             case StartFailed(message=reason):
                 if self._state is State.STARTING:
@@ -181,6 +184,7 @@ class Launcher:
         if self._state is State.STARTING and client not in self._listening and returncode >= 0:
             raise StartupError(f"API server {client} {reason} while it was starting")
         self._listening.discard(client)
+        self._serving.discard(client)
         if self._state is State.FAILING:
             return
         self._engines.client_gone(client)
@@ -237,9 +241,7 @@ class Launcher:
             self._send(client, message)
 
     def _announce_when_ready(self) -> None:
-        if self._state is not State.STARTING or not self._engines.all_ready:
-            return
-        if len(self._listening) < self._config.api_server_count:
+        if self._state is not State.STARTING or len(self._serving) < self._config.api_server_count:
             return
         self._state = State.SERVING
         ready = self._engines.ready[0]

@@ -7,7 +7,7 @@ import sys
 import time
 
 from tests.support.scripted_child import begin, note
-from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, ToApiServer
+from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, Serving, ToApiServer
 from tokenmill_server.control import ApiServerStart
 
 
@@ -27,6 +27,8 @@ def main() -> None:
         match message:
             case EnginesReady() if behaviour == "crash":
                 sys.exit(4)
+            case EnginesReady():
+                channel.send(Serving())
             case EngineDied(message=reason):
                 note(reason)
             case Drain(timeout_s=timeout_s) if behaviour != "stubborn":

@@ -58,6 +58,11 @@ class Server:
             self.process.send_signal(signal_number)
         return self.process.wait(timeout_s)
 
+    @staticmethod
+    def kill(pid: int) -> None:
+        """SIGKILL to one process."""
+        os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Ends whatever still runs."""
         self.http.close()

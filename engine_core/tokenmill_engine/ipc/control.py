@@ -46,6 +46,10 @@ class Listening(msgspec.Struct, tag=True, frozen=True):
     """From an API server: it accepts connections."""
 
 
+class Serving(msgspec.Struct, tag=True, frozen=True):
+    """From an API server: it is connected to every engine core and answers requests."""
+
+
 class Drained(msgspec.Struct, tag=True, frozen=True):
     """From an API server: nothing is open any more."""
 
@@ -53,4 +57,4 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
 EngineControl = EngineStart
 FromEngine = EngineReady | StartFailed
 ToApiServer = EnginesReady | EngineDied | Drain
-FromApiServer = Listening | Drained | StartFailed
+FromApiServer = Listening | Serving | Drained | StartFailed

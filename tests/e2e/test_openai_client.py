@@ -1,0 +1,118 @@
+"""The official `openai` client against a running server with the embedded model and two API servers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests.support.server import Server
+from tokenmill_engine.config.model_files import EMBEDDED_MODEL_NAME
+
+pytestmark = pytest.mark.slow
+
+REFERENCE: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent.parent / "data" / "smollm2_reference.json").read_text(encoding="utf-8")
+)
+GREEDY: dict[str, Any] = {"model": EMBEDDED_MODEL_NAME, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(smollm_server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{smollm_server.url}/v1", api_key="none") as client:
+        yield client
+
+
+def conversation(case: dict[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": case["prompt"]}]
+
+
+@pytest.mark.parametrize("case", REFERENCE, ids=lambda case: case["prompt"][:20])
+def test_chat_is_what_the_reference_model_says(client: OpenAI, case: dict[str, Any]) -> None:
+    """Greedy text in float32, whole and streamed, and the counts of tokens."""
+    limit = len(case["fp32_ids"])
+    fields = {**GREEDY, "messages": conversation(case), "max_tokens": limit}
+    whole = client.chat.completions.create(**fields)
+    assert whole.choices[0].message.content == case["fp32_text"]
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(case["prompt_ids"]), limit)
+
+    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == case["fp32_text"]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]].count(None) == len(chunks) - 2
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == limit
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_completions_and_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [EMBEDDED_MODEL_NAME]
+    assert client.models.retrieve(EMBEDDED_MODEL_NAME).id == EMBEDDED_MODEL_NAME
+    whole = client.completions.create(
+        **GREEDY, prompt=["The capital of France is", "2 + 2 ="], max_tokens=4, logprobs=2
+    )
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert "Paris" in whole.choices[0].text
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.tokens is not None
+    assert "".join(whole.choices[0].logprobs.tokens) == whole.choices[0].text
+    pieces = client.completions.create(**GREEDY, prompt="The capital of France is", max_tokens=4, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in pieces) == whole.choices[0].text
+
+
+def test_async_client_streams_side_by_side(smollm_server: Server, client: OpenAI) -> None:
+    """Twelve streams at once, over both API servers, each as if it were alone."""
+    cases = REFERENCE[:2] * 6
+
+    async def stream(asynchronous: AsyncOpenAI, case: dict[str, Any]) -> str:
+        limit = len(case["fp32_ids"])
+        chunks = await asynchronous.chat.completions.create(
+            **GREEDY, messages=conversation(case), max_tokens=limit, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def run() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{smollm_server.url}/v1", api_key="none") as asynchronous:
+            return await asyncio.gather(*(stream(asynchronous, case) for case in cases))
+
+    assert asyncio.run(run()) == [case["fp32_text"] for case in cases]
+
+
+def test_errors_have_their_class_and_code(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nobody", messages=conversation(REFERENCE[0]))
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(**GREEDY, prompt=[5] * 9000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(**{**GREEDY, "temperature": 9}, messages=conversation(REFERENCE[0]))
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as later:
+        client.chat.completions.create(
+            **GREEDY, messages=conversation(REFERENCE[0]), response_format={"type": "json_object"}
+        )
+    assert later.value.param == "response_format"
+
+
+def test_leaving_a_stream_ends_the_request(smollm_server: Server, client: OpenAI) -> None:
+    aborted = smollm_server.metric("request_success_total", finished_reason="abort")
+    fields: dict[str, Any] = {
+        **GREEDY,
+        "prompt": "Once upon a time",
+        "max_tokens": 2000,
+        "extra_body": {"ignore_eos": True},
+    }
+    with client.completions.create(**fields, stream=True) as stream:
+        next(iter(stream))
+    smollm_server.check_idle()
+    assert smollm_server.metric("request_success_total", finished_reason="abort") == aborted + 1
+    smollm_server.check_alive()

@@ -1,0 +1,89 @@
+"""SIGTERM and Ctrl-C: readiness off, open answers finish, then status 0."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import TINY_FLAGS
+from tests.support.server import check_error, start_server, wait_for
+from tests.support.streams import BackgroundStream
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = {"prompt": "Once", "max_tokens": 60000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_open_answers_finish_and_new_work_is_refused(tiny_model: Path, number: signal.Signals) -> None:
+    with start_server(str(tiny_model), *TINY_FLAGS, "-asc", "2") as server:
+        alone = server.text("Once", max_tokens=1500, ignore_eos=True)
+        fields = {"prompt": "Once", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        streams = [BackgroundStream(server.url, "/v1/completions", **fields, stream=stream) for stream in (True, False)]
+        streams[0].wait_for_events(3)
+        # Connections that are open already, one per API server at least, see the refusal.
+        clients = [httpx.Client(base_url=server.url, trust_env=False) for _ in range(4)]
+        for client in clients:
+            assert client.get("/health").status_code == 200
+        server.process.send_signal(number)
+        wait_for(lambda: all(client.get("/health").status_code == 503 for client in clients), 5, "readiness off")
+        refused = clients[0].post("/v1/completions", json={"prompt": "a"})
+        check_error(refused, 503)
+        assert int(refused.headers["retry-after"]) >= 1
+        for client in clients:
+            client.close()
+        assert streams[0].result(60).text() == alone
+        assert streams[0].stream.done
+        assert alone in streams[1].result(60).body
+        assert server.process.wait(10) == 0
+        assert server.log.splitlines()[-1].endswith("all requests are finished; stopped")
+
+
+def test_shutdown_timeout_cuts_off(tiny_model: Path) -> None:
+    with start_server(str(tiny_model), *TINY_FLAGS, "--shutdown-timeout", "1") as server:
+        streams = [
+            BackgroundStream(server.url, "/v1/completions", **ENDLESS, stream=stream) for stream in (True, False)
+        ]
+        streams[0].wait_for_events()
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert 1 <= time.monotonic() - started < 5
+        streamed, whole = (stream.result(5) for stream in streams)
+        assert streamed.error is not None
+        assert streamed.done
+        assert whole.status == 503
+
+
+def test_second_signal_ends_at_once(tiny_model: Path) -> None:
+    with start_server(str(tiny_model), *TINY_FLAGS) as server:
+        stream = BackgroundStream(server.url, "/v1/completions", **ENDLESS)
+        stream.wait_for_events()
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "again to stop at once" in server.log, 5, "the first signal's notice")
+        started = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 3
+        stream.result(5)
+
+
+def test_stop_while_loading(tiny_model: Path) -> None:
+    with start_server(str(tiny_model), *TINY_FLAGS, wait=False) as server:
+        wait_for(lambda: len(server.descendants()) == 2, 10, "child processes")
+        processes = server.descendants()
+        assert server.stop() == 0
+        assert not any(process.is_running() for process in processes)
+
+
+def test_ctrl_c_in_a_terminal(tiny_model: Path) -> None:
+    """A terminal signals the whole foreground group; open answers still finish."""
+    with start_server(str(tiny_model), *TINY_FLAGS) as server:
+        fields = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
+        stream = BackgroundStream(server.url, "/v1/completions", **fields)
+        stream.wait_for_events()
+        for pid in (server.process.pid, *server.engine_pids(), *server.api_server_pids()):
+            os.kill(pid, signal.SIGINT)
+        assert stream.result(30).finish_reasons() == ["length"]
+        assert server.process.wait(10) == 0
