@@ -38,6 +38,8 @@ class EventBuffer:
         """Why it was closed before its end."""
 
     def write(self, data: bytes) -> None:
+        if not data:  # an empty read means the end
+            return
         self._chunks.append(data)
         waiter = self._waiter
         if waiter is not None and not waiter.done():
