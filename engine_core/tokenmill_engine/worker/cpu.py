@@ -24,13 +24,16 @@ class CpuBackend:
     def __init__(self, config: EngineConfig) -> None:
         self.device = torch.device("cpu")
         self._config = config
-        torch.set_num_threads(config.device.num_threads)
-        library.set_num_threads(config.device.num_threads)
+        dtype = TORCH_DTYPES[config.model.dtype]
+        self._native = library.load() is not None and dtype in library.DTYPE_CODES
+        if self._native:
+            library.set_num_threads(config.device.num_threads)
+        # Beside the library's threads torch's own would only get in the way: they spin while they wait for work.
+        torch.set_num_threads(1 if self._native else config.device.num_threads)
 
     @property
     def attention_backend(self) -> str:
-        native = library.load() is not None and TORCH_DTYPES[self._config.model.dtype] in library.DTYPE_CODES
-        return "native" if native else "torch"
+        return "native" if self._native else "torch"
 
     def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
         self._model, self._tables, self._num_groups = model, tables, len(groups)

@@ -112,6 +112,11 @@ def graph_bytes(num_graphs: int, largest_batch: int, max_num_batched_tokens: int
     return num_graphs * _GRAPH_BYTES + math.ceil(peak * min(1.0, largest_batch / max_num_batched_tokens))
 
 
+def available_host_bytes() -> int:
+    """Host memory that this process could still get."""
+    return min(int(psutil.virtual_memory().available), host_memory_bytes())
+
+
 def cpu_kv_bytes(config: EngineConfig, block_bytes: int) -> int:
     """On a CPU: what the configuration states, else a quarter of the available host memory, shared by the engine
     cores, and at most 4 GiB each.
@@ -119,7 +124,7 @@ def cpu_kv_bytes(config: EngineConfig, block_bytes: int) -> int:
     Raises:
         StartupError: more is asked for than the host has.
     """
-    available = min(int(psutil.virtual_memory().available), host_memory_bytes())
+    available = available_host_bytes()
     stated = explicit_bytes(config.cache, block_bytes)
     if stated is None:
         return int(min(_CPU_MAX_BYTES, _CPU_SHARE * available / config.data_parallel_size))
@@ -186,11 +191,9 @@ def allocate_kv_caches(
             ops.allocate_kv_cache(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype, device)
             for _, spec in sorted(by_layer.items())
         ]
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
-            raise
+    except (RuntimeError, MemoryError, OSError, ValueError) as error:
         needed = num_blocks * sum(group.block_bytes(block_size) for group in groups)
         raise StartupError(
-            f"the device cannot give {gib(needed)} for {num_blocks} KV blocks; "
+            f"the device cannot give {gib(needed)} for {num_blocks} KV blocks ({error}); "
             "lower --num-gpu-blocks-override, --kv-cache-memory-bytes or --gpu-memory-utilization"
         ) from error

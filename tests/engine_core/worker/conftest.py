@@ -1,6 +1,7 @@
 """Workers over a tiny random model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def tiny_engine_config(
 ) -> EngineConfig:
     """A float32 Llama of three layers on the CPU, or the model in `folder`."""
     return EngineConfig(
-        model=model_config(folder or cached_tiny_model("llama"), **model_changes),
+        model=replace(model_config(folder or cached_tiny_model("llama")), **model_changes),
         cache=cache or CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS),
         scheduler=scheduler or SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=512),
         device=DeviceConfig(kind="cpu", num_threads=1),
