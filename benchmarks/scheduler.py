@@ -96,7 +96,7 @@ def engine_config(num_seqs: int, log_stats: bool) -> EngineConfig:
 
 
 def run(num_seqs: int, num_steps: int, num_clients: int, log_stats: bool) -> dict[str, float]:
-    """CPU microseconds of this thread per step of `num_seqs` decodes, and of encoding its messages (done by the output thread)."""
+    """CPU microseconds per step of `num_seqs` decodes, and of encoding its messages (the output thread's work)."""
     num_blocks = num_seqs * (num_steps + 600) // 16
     groups = group_layers([KVSpec("full", 1, 64, "bfloat16")])
     capacity = KVCapacity(num_blocks, 16, _MAX_MODEL_LEN, 0, groups, "null", {})

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -34,8 +35,9 @@ from tokenmill_engine.outputs import KVCapacity
 
 logger = logging.getLogger(__name__)
 
-_NEW_PEER_WAIT_S = 0.2
-_NEW_PEER_POLL_S = 0.001
+_KEEP_S = 1.0
+"""How long messages to an API server that is not connected are kept."""
+_RETRY_S = 0.001
 
 
 class Inbox:
@@ -75,13 +77,18 @@ class Inbox:
 
 
 class Outbox:
-    """Engine messages, encoded and sent by a thread of its own."""
+    """Engine messages, encoded and sent by a thread of its own.
+
+    What goes to an API server that is not connected is kept for a moment: a restarted one may be heard on the inbox
+    before its connection to this socket is complete.
+    """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
         self._socket = bind_router(context, endpoint, mandatory=True)
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
-        self._peers: set[int] = set()
+        self._kept: dict[int, deque[tuple[float, bytes]]] = {}
+        """By API server: until when, and what."""
 
     def start(self) -> None:
         threading.Thread(target=_die_with, args=(self._send,), name="outbox", daemon=True).start()
@@ -92,25 +99,34 @@ class Outbox:
 
     def _send(self) -> None:
         while True:
-            for client, message in self._outputs.get():
-                self._send_one(client, self._encoder.encode(message))
-
-    def _send_one(self, client: int, frame: bytes) -> None:
-        """Send, or drop if the client is gone. One never heard of may still be connecting this socket."""
-        deadline = time.monotonic() + (0.0 if client in self._peers else _NEW_PEER_WAIT_S)
-        while True:
             try:
-                self._socket.send_multipart([client_identity(client), frame])
-                self._peers.add(client)
-                return
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                if time.monotonic() >= deadline:
-                    self._peers.discard(client)
-                    logger.debug("API server %d is not connected; a message to it is dropped", client)
-                    return
-                time.sleep(_NEW_PEER_POLL_S)
+                outputs = self._outputs.get(timeout=_RETRY_S if self._kept else None)
+            except queue.Empty:
+                outputs = []
+            for client, message in outputs:
+                frame = self._encoder.encode(message)
+                if client in self._kept or not self._send_one(client, frame):
+                    self._kept.setdefault(client, deque()).append((time.monotonic() + _KEEP_S, frame))
+            for client in list(self._kept):
+                self._retry(client)
+
+    def _retry(self, client: int) -> None:
+        """Send what was kept, in order; drop what was kept too long."""
+        kept, now = self._kept[client], time.monotonic()
+        while kept and (self._send_one(client, kept[0][1]) or kept[0][0] < now):
+            kept.popleft()
+        if not kept:
+            del self._kept[client]
+
+    def _send_one(self, client: int, frame: bytes) -> bool:
+        """False if the client is not connected."""
+        try:
+            self._socket.send_multipart([client_identity(client), frame])
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
 
 
 class EngineProcess:

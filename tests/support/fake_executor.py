@@ -85,6 +85,8 @@ class FakeExecutor:
         self._results: dict[int, StepResult] = {}
         self.num_steps = 0
         self.num_tokens = 0
+        self.queue_lengths: list[int] = []
+        """Steps submitted and not yet run, each time somebody waited for one."""
 
     def submit(self, plan: StepPlan) -> FakeHandle:
         self._queue.append(plan)
@@ -94,6 +96,7 @@ class FakeExecutor:
         self._queue.clear()
 
     def run_until(self, plan: StepPlan) -> StepResult:
+        self.queue_lengths.append(len(self._queue))
         while plan.step not in self._results:
             step = self._queue.popleft()
             self._results[step.step] = self._run(step)

@@ -44,6 +44,20 @@ class Setting:
     max_model_len: int = 10_000
 
 
+def make_request(request_id: int, arrival_time: float = 0.0, priority: int = 0) -> Request:
+    """A request of one token, for tests that only move it around."""
+    return Request(
+        request_id=request_id,
+        label="",
+        prompt_token_ids=np.zeros(1, dtype=np.int32),
+        sampling=SamplingParams(),
+        stop_token_ids=(),
+        cache_key=CacheKey(),
+        arrival_time=arrival_time,
+        priority=priority,
+    )
+
+
 class Driver:
     """A scheduler and its fake device."""
 

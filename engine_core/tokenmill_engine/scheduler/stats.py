@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from tokenmill_engine.messages import EngineLoad
 from tokenmill_engine.scheduler.scheduler import SchedulerCounters
@@ -13,9 +14,10 @@ _HIT_RATE_QUERIES = 1000
 class IntervalStats:
     """Counts since the last line."""
 
-    def __init__(self, engine: int) -> None:
+    def __init__(self, engine: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
-        self._since = time.monotonic()
+        self._clock = clock
+        self._since = clock()
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_preemptions_before = 0
@@ -31,7 +33,7 @@ class IntervalStats:
 
     def line(self, load: EngineLoad, counters: SchedulerCounters) -> tuple[str, bool]:
         """The text, and whether anything happened; the next interval begins."""
-        now = time.monotonic()
+        now = self._clock()
         seconds = max(now - self._since, 1e-9)
         prompt, generated = self._num_prompt_tokens / seconds, self._num_generation_tokens / seconds
         preempted = counters.num_preemptions - self._num_preemptions_before

@@ -1,0 +1,276 @@
+"""The engine core over the fake executor: messages in, messages out, for several API servers."""
+
+import logging
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, solo_run
+from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
+from tokenmill_engine.config.engine import CacheConfig, EngineConfig, ModelConfig, ObservabilityConfig, SchedulerConfig
+from tokenmill_engine.engine import EngineCore, Output
+from tokenmill_engine.errors import EngineDeadError
+from tokenmill_engine.ipc.ids import make_request_id
+from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
+from tokenmill_engine.messages import (
+    AbortRequests,
+    AddRequest,
+    ClientGone,
+    EngineLoad,
+    Finish,
+    FinishReason,
+    Hello,
+    LoadReport,
+    ResetPrefixCache,
+    SamplingParams,
+    StepOutput,
+)
+from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
+
+IDLE = EngineLoad(0, 0, 0.0)
+
+
+def engine_config(max_model_len: int, scheduler: SchedulerConfig) -> EngineConfig:
+    architecture = ArchitectureConfig(
+        name="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=max_model_len,
+        rope=RopeConfig(),
+        layer_windows=(None,),
+        tie_word_embeddings=True,
+    )
+    model = ModelConfig(
+        name="fake",
+        path="",
+        tokenizer_path="",
+        architecture=architecture,
+        load_format="dummy",
+        dtype="float32",
+        seed=0,
+        max_model_len=max_model_len,
+        max_model_len_explicit=False,
+        eos_token_ids=(EOS,),
+    )
+    return EngineConfig(model, CacheConfig(), scheduler, observability=ObservabilityConfig("fake"))
+
+
+class Bench:
+    """An engine core, and what its clients were told."""
+
+    def __init__(self, num_blocks: int = 64, depth: int = 2, max_num_seqs: int = 8) -> None:
+        self.executor = FakeExecutor(num_blocks, 4)
+        capacity = KVCapacity(num_blocks, 4, min(200, num_blocks * 4), 0, group_layers([_SPEC]), "fake", {})
+        scheduler = SchedulerConfig(max_num_seqs, 64, async_scheduling=depth > 1)
+        self.core = EngineCore(engine_config(200, scheduler), self.executor, capacity, engine=3)
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finishes: dict[int, list[Finish]] = defaultdict(list)
+        self.cached: dict[int, int] = {}
+        self.reports: dict[int, list[EngineLoad]] = defaultdict(list)
+        self.load: dict[int, EngineLoad] = {}
+        self._counter = 0
+
+    def add(self, client: int, prompt: list[int], sampling: SamplingParams, request_id: int | None = None) -> int:
+        self._counter += 1
+        request_id = make_request_id(client, 0, self._counter) if request_id is None else request_id
+        packed = np.array(prompt, dtype="<i4").tobytes()
+        self.core.handle(AddRequest(request_id, "label", packed, sampling, float(self._counter)))
+        return request_id
+
+    def step(self) -> list[Output]:
+        outputs = self.core.step()
+        self.core.scheduler.check_invariants()
+        for client, message in outputs:
+            assert message.engine == 3
+            self.load[client] = message.load
+            if isinstance(message, LoadReport):
+                self.reports[client].append(message.load)
+            elif isinstance(message, StepOutput):
+                self._take(client, message)
+        return outputs
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def _take(self, client: int, message: StepOutput) -> None:
+        request_ids = np.frombuffer(message.request_ids, "<i8").tolist()
+        tokens = np.frombuffer(message.token_ids, "<i4").tolist()
+        assert request_ids
+        for request_id, count in zip(request_ids, np.frombuffer(message.num_tokens, "<i4").tolist(), strict=True):
+            assert request_id >> 48 == client
+            self.tokens[request_id].extend(tokens[:count])
+            tokens = tokens[count:]
+        for finish in message.finishes:
+            self.finishes[request_ids[finish.index]].append(finish)
+        for index, num_cached in message.cached_tokens:
+            assert request_ids[index] not in self.cached
+            self.cached[request_ids[index]] = num_cached
+
+
+_SPEC = KVSpec("full", 1, 8, "float32")
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_clients_get_their_own_answers(depth: int) -> None:
+    bench = Bench(depth=depth)
+    prompts = {client: [client + 1, 9, 20] for client in range(3)}
+    ids = {client: bench.add(client, prompt, LONG) for client, prompt in prompts.items()}
+    bench.run()
+    for client, request_id in ids.items():
+        assert bench.tokens[request_id] == solo_run(prompts[client], LONG, 200)[0]
+        assert [finish.reason for finish in bench.finishes[request_id]] == [FinishReason.LENGTH]
+        assert bench.cached[request_id] == 0
+
+
+def test_cached_tokens_come_with_the_first_output() -> None:
+    bench = Bench()
+    bench.add(0, list(range(20, 33)), LONG)
+    bench.run()
+    second = bench.add(0, list(range(20, 33)), LONG)
+    bench.run()
+    assert bench.cached[second] == 12
+    bench.core.handle(ResetPrefixCache())
+    third = bench.add(0, list(range(20, 33)), LONG)
+    bench.run()
+    assert bench.cached[third] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        ([], SamplingParams()),
+        ([VOCAB_SIZE], SamplingParams()),
+        ([1], SamplingParams(temperature=math.nan)),
+        ([1] * 300, SamplingParams()),
+    ],
+)
+def test_a_request_that_cannot_be_done_is_answered_at_once_and_alone(
+    prompt: list[int], sampling: SamplingParams
+) -> None:
+    bench = Bench()
+    good = bench.add(0, [1, 2, 3], LONG)
+    bench.step()
+    bad = bench.add(1, prompt, sampling)
+    bench.step()
+    assert [(finish.reason, bool(finish.message)) for finish in bench.finishes[bad]] == [(FinishReason.ERROR, True)]
+    bench.run()
+    assert bench.tokens[good] == solo_run([1, 2, 3], LONG, 200)[0]
+
+
+def test_a_prompt_that_the_pool_cannot_hold_is_refused_though_the_model_could() -> None:
+    """B50: nobody behind it has to wait."""
+    bench = Bench(num_blocks=8)
+    too_big = bench.add(0, [1] * 40, SamplingParams(max_tokens=4))
+    small = bench.add(0, [1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
+    bench.run()
+    assert bench.finishes[too_big][0].reason is FinishReason.ERROR
+    assert "32" in (bench.finishes[too_big][0].message or "")
+    assert len(bench.tokens[small]) == 4
+
+
+def test_a_second_request_of_the_same_id_does_not_disturb_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    request_id = bench.add(0, [1, 2, 3], LONG)
+    bench.step()
+    with caplog.at_level(logging.ERROR):
+        bench.add(0, [4, 5], LONG, request_id)
+    bench.run()
+    assert bench.tokens[request_id] == solo_run([1, 2, 3], LONG, 200)[0]
+    assert "in use" in caplog.text
+
+
+class TestLoad:
+    def test_a_client_that_says_hello_is_told_the_load_at_once(self) -> None:
+        bench = Bench()
+        bench.core.handle(Hello(4))
+        bench.step()
+        assert bench.reports[4] == [IDLE]
+        assert bench.step() == []
+
+    def test_idle_clients_hear_of_changes_caused_by_others(self) -> None:
+        bench = Bench(max_num_seqs=1)
+        for client in (0, 1):
+            bench.core.handle(Hello(client))
+        bench.step()
+        ids = [bench.add(0, [5, 6], LONG) for _ in range(3)]
+        bench.step()
+        assert (bench.load[1].num_running, bench.load[1].num_waiting) == (1, 2)
+        bench.run()
+        assert bench.load[0] == bench.load[1] == IDLE
+        assert all(len(bench.tokens[request_id]) == 40 for request_id in ids)
+        assert 2 < len(bench.reports[1]) < 60
+
+    def test_after_the_last_abort_everybody_sees_zero_without_a_step(self) -> None:
+        """B65: twenty streams are closed at once and nothing is sent afterwards."""
+        bench = Bench()
+        for client in (0, 1):
+            bench.core.handle(Hello(client))
+        ids = [bench.add(0, [number + 1, 6], LONG) for number in range(20)]
+        for _ in range(3):
+            bench.step()
+        bench.core.handle(AbortRequests(ids))
+        steps = bench.executor.num_steps
+        bench.step()
+        assert bench.load[0] == bench.load[1] == IDLE
+        bench.run()
+        assert bench.executor.num_steps <= steps + 1
+        assert not any(bench.finishes.values())
+
+    def test_a_client_that_is_gone_frees_its_requests_and_hears_no_more(self) -> None:
+        bench = Bench()
+        for client in (0, 1):
+            bench.core.handle(Hello(client))
+        bench.add(0, [5, 6], LONG)
+        kept = bench.add(1, [7, 8], LONG)
+        bench.step()
+        bench.core.handle(ClientGone(0))
+        bench.reports.clear()
+        bench.step()
+        assert bench.core.scheduler.load.num_running == 1
+        bench.run()
+        assert bench.reports[0] == []
+        assert bench.tokens[kept] == solo_run([7, 8], LONG, 200)[0]
+
+
+class TestFailures:
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(self, depth: int) -> None:
+        bench = Bench(depth=depth)
+        bench.executor.failing_steps = {2}
+        first = bench.add(0, [1, 2, 3], LONG)
+        bench.run()
+        assert [(f.reason, f.message) for f in bench.finishes[first]] == [
+            (FinishReason.ERROR, "the fake device failed")
+        ]
+        second = bench.add(0, [1, 2, 3], LONG)
+        bench.run()
+        assert bench.tokens[second] == solo_run([1, 2, 3], LONG, 200)[0]
+
+    def test_a_lost_device_is_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench = Bench()
+
+        def lose(executor: FakeExecutor, plan: StepPlan) -> StepResult:
+            raise EngineDeadError("the device is lost")
+
+        monkeypatch.setattr(FakeExecutor, "run_until", lose)
+        bench.add(0, [1, 2, 3], LONG)
+        with pytest.raises(EngineDeadError):
+            bench.core.step()
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_with_asynchronous_scheduling_a_step_is_planned_while_one_runs(self, depth: int) -> None:
+        bench = Bench(depth=depth)
+        bench.add(0, [1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+        bench.run()
+        # The last step is alone in both cases.
+        assert bench.executor.queue_lengths == [depth] * 5 + [1]

@@ -1,0 +1,208 @@
+"""Metrics: every promised series exists from the start, and merging over processes is exact."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tokenmill_engine.messages import EngineLoad, FinishReason
+from tokenmill_engine.metrics import (
+    BatchHistogram,
+    EngineMetrics,
+    FrontendMetrics,
+    render_metrics,
+    token_count_buckets,
+)
+
+ENGINE_SERIES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    'num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"}',
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "prompt_tokens_total",
+    "prompt_tokens_by_source_total",
+    "prompt_tokens_cached_total",
+    "generation_tokens_total",
+    *(f'request_success_total{{engine="0",finished_reason="{r}",model_name="m"}}' for r in FinishReason),
+    *(
+        f"{name}_{part}"
+        for part in ("bucket", "sum", "count")
+        for name in (
+            "iteration_tokens_total",
+            "request_prompt_tokens",
+            "request_generation_tokens",
+            "request_params_max_tokens",
+            "request_prefill_kv_computed_tokens",
+            "request_num_preemptions",
+            "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_inference_time_seconds",
+        )
+    ),
+]
+FRONTEND_SERIES = [
+    "admission_rejections_total",
+    *(
+        f"{name}_{part}"
+        for part in ("bucket", "sum", "count")
+        for name in (
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_time_per_output_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_params_n",
+            "request_max_num_generation_tokens",
+        )
+    ),
+]
+
+
+def samples(text: str) -> dict[str, float]:
+    """Value by series; fails if one appears twice."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    pairs = [line.rsplit(" ", 1) for line in lines]
+    result = {name: float(value) for name, value in pairs}
+    assert len(result) == len(pairs)
+    return result
+
+
+def scrape(registry: CollectorRegistry) -> dict[str, float]:
+    return samples(generate_latest(registry).decode())
+
+
+@pytest.mark.parametrize("namespaces", [("tokenmill",), ("vllm",), ("tokenmill", "vllm")])
+def test_every_series_exists_at_zero_under_every_namespace(namespaces: tuple[str, ...]) -> None:
+    registry = CollectorRegistry()
+    EngineMetrics("m", 0, 8192, namespaces, registry)
+    FrontendMetrics("m", 2, 8192, namespaces, registry)
+    values = scrape(registry)
+    for namespace in ("tokenmill", "vllm"):
+        for name in (*ENGINE_SERIES, *FRONTEND_SERIES):
+            found = [series for series in values if series.startswith(f"{namespace}:{name}")]
+            assert bool(found) == (namespace in namespaces), name
+            assert not any(values[series] for series in found if "_created" not in series)
+    assert any('engine="1"' in series for series in values)
+
+
+def test_without_a_namespace_there_are_no_series_of_ours() -> None:
+    registry = CollectorRegistry()
+    engine, frontend = EngineMetrics("m", 0, 8192, (), registry), FrontendMetrics("m", 1, 8192, (), registry)
+    engine.set_load(EngineLoad(1, 2, 0.5))
+    engine.count_finish(FinishReason.STOP)
+    frontend.inter_token_latency[0].observe_many([0.1])
+    frontend.observe_http("/v1/models", "GET", 200, 0.01)
+    assert not [series for series in scrape(registry) if ":" in series.split("{")[0]]
+    assert 'http_requests_total{handler="/v1/models",method="GET",status="2xx"}' in scrape(registry)
+
+
+def test_engine_values() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("m", 1, 8192, ("tokenmill",), registry)
+    metrics.set_load(EngineLoad(3, 2, 0.25))
+    metrics.count_prefill(100, 32)
+    metrics.count_finish(FinishReason.LENGTH)
+    metrics.set_cache_config({"block_size": 16, "num_gpu_blocks": 99})
+    values = scrape(registry)
+    labels = 'engine="1",model_name="m"'
+    assert values[f"tokenmill:num_requests_running{{{labels}}}"] == 3
+    assert values[f"tokenmill:num_requests_waiting{{{labels}}}"] == 2
+    assert values[f'tokenmill:num_requests_waiting_by_reason{{{labels},reason="capacity"}}'] == 2
+    assert values[f"tokenmill:kv_cache_usage_perc{{{labels}}}"] == 0.25
+    assert values[f"tokenmill:prompt_tokens_total{{{labels}}}"] == 100
+    assert values[f'tokenmill:prompt_tokens_by_source_total{{{labels},source="local_cache_hit"}}'] == 32
+    assert values[f'tokenmill:prompt_tokens_by_source_total{{{labels},source="local_compute"}}'] == 68
+    assert values['tokenmill:request_success_total{engine="1",finished_reason="length",model_name="m"}'] == 1
+    assert values['tokenmill:cache_config_info{block_size="16",engine="1",num_gpu_blocks="99"}'] == 1
+
+
+def test_many_observations_at_once_equal_single_ones() -> None:
+    buckets = (0.1, 0.5, 1.0)
+    values = [0.0, 0.1, 0.100001, 0.5, 0.7, 1.0, 3.0, 3.0]
+    registries = CollectorRegistry(), CollectorRegistry()
+    many, single = (BatchHistogram("h", "help", registry=registry, buckets=buckets) for registry in registries)
+    many.observe_many(values)
+    many.observe_many([])
+    for value in values:
+        single.observe(value)
+    first, second = (scrape(registry) for registry in registries)
+    assert {k: v for k, v in first.items() if "created" not in k} == {
+        k: v for k, v in second.items() if "created" not in k
+    }
+    assert first["h_count"] == len(values)
+    many.observe_many(np.array([0.2]))
+    assert scrape(registries[0])["h_count"] == len(values) + 1
+
+
+def test_token_buckets_are_a_1_2_5_series_up_to_the_limit() -> None:
+    assert token_count_buckets(250) == (1, 2, 5, 10, 20, 50, 100, 200)
+    assert token_count_buckets(1) == (1,)
+
+
+_WORKER = """
+import os, sys
+from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics
+from tokenmill_engine.messages import EngineLoad, FinishReason
+kind = sys.argv[1]
+if kind == "engine":
+    metrics = EngineMetrics("m", 0, 1000, ("tokenmill", "vllm"))
+    metrics.set_load(EngineLoad(5, 1, 0.5))
+    metrics.generation_tokens.inc(7)
+    metrics.iteration_tokens.observe(12)
+    metrics.set_load(EngineLoad(2, 0, 0.25))
+else:
+    metrics = FrontendMetrics("m", 2, 1000, ("tokenmill", "vllm"))
+    for _ in range(int(kind)):
+        metrics.observe_http("/v1/completions", "POST", 200, 0.2)
+        metrics.time_to_first_token[1].observe(0.03)
+    metrics.inter_token_latency[0].observe_many([0.02] * int(kind))
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def run_worker(directory: Path, kind: str) -> None:
+    """A process that writes its metrics and is then killed the hard way."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory)}
+    command = [sys.executable, "-c", _WORKER, kind]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "done\n"
+        worker.send_signal(signal.SIGKILL)
+
+
+def test_values_of_dead_and_restarted_processes_add_up_exactly(tmp_path: Path) -> None:
+    for kind in ("engine", "3", "4", "2"):
+        run_worker(tmp_path, kind)
+    (tmp_path / "counter_99999.db").touch()  # a process that is just starting
+    text = render_metrics(str(tmp_path)).decode()
+    values = samples(text)
+    assert "pid" not in text
+    assert values['http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'] == 9
+    for namespace in ("tokenmill", "vllm"):
+        engine = '{engine="0",model_name="m"}'
+        assert values[f"{namespace}:num_requests_running{engine}"] == 2
+        assert values[f"{namespace}:num_requests_waiting{engine}"] == 0
+        assert values[f"{namespace}:kv_cache_usage_perc{engine}"] == 0.25
+        assert values[f"{namespace}:generation_tokens_total{engine}"] == 7
+        assert values[f"{namespace}:num_preemptions_total{engine}"] == 0
+        assert values[f"{namespace}:iteration_tokens_total_count{engine}"] == 1
+        assert values[f"{namespace}:inter_token_latency_seconds_count{engine}"] == 9
+        assert values[f'{namespace}:inter_token_latency_seconds_bucket{{engine="0",le="0.025",model_name="m"}}'] == 9
+        assert values[f'{namespace}:time_to_first_token_seconds_count{{engine="1",model_name="m"}}'] == 9
+        assert values[f'{namespace}:time_to_first_token_seconds_sum{{engine="1",model_name="m"}}'] == pytest.approx(
+            0.27
+        )
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    assert types["tokenmill:num_requests_running"] == "gauge"
+    assert types["tokenmill:generation_tokens_total"] == "counter"
+    assert types["tokenmill:iteration_tokens_total"] == "histogram"

@@ -1,0 +1,186 @@
+"""The engine core as a process, with a tiny model: start, serve, idle, stop, and what it says when it cannot."""
+
+import dataclasses
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.support.engine_process import (
+    EngineTalker,
+    RunningEngine,
+    running_engine,
+    started_engine,
+    tiny_engine_config,
+)
+from tests.support.tiny_models import VOCAB_SIZE
+from tokenmill_engine.config.engine import SchedulerConfig
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.control import StartFailed
+from tokenmill_engine.messages import AbortRequests, ClientGone, EngineLoad, FinishReason, SamplingParams
+from tokenmill_engine.metrics import render_metrics
+
+pytestmark = pytest.mark.slow
+
+IDLE = EngineLoad(0, 0, 0.0)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RunningEngine]:
+    with running_engine(tiny_engine_config(max_model_len=512, num_blocks=64)) as engine:
+        yield engine
+        assert engine.stop() == 0
+
+
+@pytest.fixture
+def talkers(engine: RunningEngine) -> Iterator[list[EngineTalker]]:
+    talkers = [EngineTalker(engine.run_dir, client) for client in range(2)]
+    yield talkers
+    for talker in talkers:
+        talker.close()
+
+
+def test_it_says_what_it_can_hold(engine: RunningEngine) -> None:
+    ready = engine.ready
+    assert (ready.engine, ready.max_model_len, ready.num_gpu_blocks, ready.block_size) == (0, 512, 64, 16)
+    assert ready.kv_cache_tokens == 1024
+    assert ready.startup_s["import"] > 0
+    assert {"load", "warmup"} <= set(ready.startup_s)
+    assert psutil.Process(engine.pid).cmdline()[0].startswith("tokenmill: engine core 0")
+
+
+def test_two_clients_get_their_own_answers_and_the_same_tokens_as_alone(talkers: list[EngineTalker]) -> None:
+    prompts = [[5, 6, 7, 8], [200, 201, 202]]
+    ids = [talker.add(prompt, GREEDY) for talker, prompt in zip(talkers, prompts, strict=True)]
+    together = [talker.finish(request_id)[0].tokens for talker, request_id in zip(talkers, ids, strict=True)]
+    alone = [talkers[0].finish(talkers[0].add(prompt, GREEDY))[0].tokens for prompt in prompts]
+    assert together == alone
+    assert [len(tokens) for tokens in together] == [12, 12]
+
+
+def test_a_bad_request_is_answered_and_disturbs_nobody(talkers: list[EngineTalker]) -> None:
+    good = talkers[0].add([5, 6, 7, 8], GREEDY)
+    bad = [talkers[1].add(prompt, GREEDY) for prompt in ([], [VOCAB_SIZE], [1] * 600)]
+    for answer in talkers[1].finish(*bad):
+        assert answer.finish is not None
+        assert answer.finish.reason is FinishReason.ERROR
+        assert answer.finish.message
+    assert len(talkers[0].finish(good)[0].tokens) == 12
+
+
+def test_what_is_no_message_is_dropped(talkers: list[EngineTalker]) -> None:
+    for frame in (b"", b"\xff\xff", b"\x93\xa8NoSuch\x01\x02"):
+        talkers[0].send_raw(frame)
+    assert len(talkers[0].finish(talkers[0].add([5, 6], GREEDY))[0].tokens) == 12
+
+
+def test_aborted_and_orphaned_requests_leave_an_idle_engine(engine: RunningEngine, talkers: list[EngineTalker]) -> None:
+    first = [talkers[0].add([number + 1, 6], ENDLESS) for number in range(3)]
+    talkers[1].add([9, 6], ENDLESS)
+    while not all(talkers[0].answers[request_id].tokens for request_id in first):
+        talkers[0].poll()
+    talkers[0].send(AbortRequests(first))
+    talkers[0].send(ClientGone(1))
+    talkers[0].wait_for_load(IDLE)
+    values = render_metrics(os.path.join(engine.run_dir, "metrics")).decode()
+    labels = 'engine="0",model_name="tiny"'
+    assert f"tokenmill:num_requests_running{{{labels}}} 0.0" in values
+    assert f"tokenmill:kv_cache_usage_perc{{{labels}}} 0.0" in values
+    aborted = re.search(r'request_success_total\{engine="0",finished_reason="abort",model_name="tiny"\} (\S+)', values)
+    assert aborted is not None
+    assert float(aborted[1]) >= 4
+
+
+def test_an_idle_engine_costs_nothing(engine: RunningEngine, talkers: list[EngineTalker]) -> None:
+    talkers[0].wait_for_load(IDLE)
+    process = psutil.Process(engine.pid)
+    before = process.cpu_times()
+    time.sleep(1.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.05
+
+
+def test_throughput_is_logged_with_the_engines_number(engine: RunningEngine, talkers: list[EngineTalker]) -> None:
+    talkers[0].finish(talkers[0].add([5, 6, 7], GREEDY))
+    deadline = time.monotonic() + 5
+    pattern = r"INFO .*\[engine core 0\].* Engine 000: prompt throughput [1-9]\S* tokens/s, generation throughput"
+    while not re.search(pattern, engine.log.read_text()):
+        assert time.monotonic() < deadline, engine.log.read_text()
+        time.sleep(0.05)
+
+
+def test_sigterm_ends_a_busy_engine_quietly() -> None:
+    with running_engine(tiny_engine_config(max_model_len=1024)) as engine:
+        talker = EngineTalker(engine.run_dir, 0)
+        request_id = talker.add([5, 6], ENDLESS)
+        while not talker.answers[request_id].tokens:
+            talker.poll()
+        started = time.monotonic()
+        assert engine.stop() == 0
+        assert time.monotonic() - started < 3.0
+        talker.close()
+        assert "Traceback" not in engine.log.read_text()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_forced_preemption_changes_nothing(asynchronous: bool) -> None:
+    prompts = [[10 * number + 1, 6, 7] for number in range(6)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    scheduler = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32, async_scheduling=asynchronous)
+    with running_engine(tiny_engine_config(max_model_len=128, num_blocks=12, scheduler=scheduler)) as engine:
+        talker = EngineTalker(engine.run_dir, 0)
+        together = [answer.tokens for answer in talker.finish(*(talker.add(prompt, sampling) for prompt in prompts))]
+        log = engine.log.read_text()
+        counts = re.findall(r"total_cumulative_preemption_cnt=(\d+)", log)
+        assert counts == [str(number) for number in range(1, len(counts) + 1)]
+        assert counts
+        metrics = render_metrics(os.path.join(engine.run_dir, "metrics")).decode()
+        assert f'num_preemptions_total{{engine="0",model_name="tiny"}} {len(counts)}.0' in metrics
+        alone = [talker.finish(talker.add(prompt, sampling))[0].tokens for prompt in prompts]
+        talker.wait_for_load(IDLE)
+        talker.close()
+    assert together == alone
+
+
+class TestStart:
+    def test_a_model_that_is_not_there_is_one_readable_line(self) -> None:
+        config = tiny_engine_config()
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path="/nowhere/model"))
+        with started_engine(config) as (child, _, _):
+            answer = child.channel.receive()
+            assert isinstance(answer, StartFailed)
+            assert "/nowhere/model" in answer.message
+            assert "\n" not in answer.message
+            assert child.process.wait(timeout=10) == 1
+
+    def test_a_pool_too_small_for_the_length_asked_for_names_what_fits(self) -> None:
+        config = tiny_engine_config(max_model_len=256, num_blocks=4)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len_explicit=True))
+        with started_engine(config) as (child, _, _):
+            answer = child.channel.receive()
+            assert isinstance(answer, StartFailed)
+            assert "256" in answer.message
+            assert "64" in answer.message
+
+    def test_sigterm_while_loading_ends_it(self) -> None:
+        with started_engine(tiny_engine_config()) as (child, _, _):
+            deadline = time.monotonic() + 5
+            while "engine core 0" not in psutil.Process(child.process.pid).cmdline()[0]:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            child.process.send_signal(signal.SIGTERM)
+            assert child.process.wait(timeout=5) == 0
+            with pytest.raises(ChannelClosedError):
+                child.channel.receive()
+
+    def test_it_ends_when_the_launcher_closes_the_channel(self) -> None:
+        with running_engine(tiny_engine_config()) as engine:
+            engine.child.channel.close()
+            assert engine.child.process.wait(timeout=5) == 1
+            assert not os.path.exists(engine.run_dir)

@@ -1,0 +1,76 @@
+"""Sockets between API servers and engine cores."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tokenmill_engine.ipc.ids import client_identity
+from tokenmill_engine.ipc.sockets import bind_router, connect_dealer, input_endpoint, output_endpoint
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.term()
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    assert socket.poll(5000)
+    return socket.recv_multipart()
+
+
+def test_engines_hear_who_sends_and_answer_by_identity(context: Context, tmp_path: Path) -> None:
+    endpoints = input_endpoint(str(tmp_path), 0), output_endpoint(str(tmp_path), 0)
+    with ExitStack() as stack:
+        inbox, outbox = (stack.enter_context(bind_router(context, endpoint)) for endpoint in endpoints)
+        clients = [
+            [stack.enter_context(connect_dealer(context, endpoint, client_identity(number))) for endpoint in endpoints]
+            for number in range(2)
+        ]
+        for number, (to_engine, _) in enumerate(clients):
+            to_engine.send(b"request %d" % number)
+        heard = dict(receive(inbox) for _ in clients)
+        assert heard == {client_identity(number): b"request %d" % number for number in range(2)}
+        for number, (_, from_engine) in enumerate(clients):
+            from_engine.send(b"connected")
+            receive(outbox)
+            outbox.send_multipart([client_identity(number), b"answer %d" % number])
+            assert receive(from_engine) == [b"answer %d" % number]
+
+
+def test_a_message_to_nobody_is_dropped_or_refused_as_asked(context: Context, tmp_path: Path) -> None:
+    with (
+        bind_router(context, f"ipc://{tmp_path}/a") as lenient,
+        bind_router(context, f"ipc://{tmp_path}/b", mandatory=True) as strict,
+    ):
+        lenient.send_multipart([client_identity(0), b"lost"])
+        with pytest.raises(zmq.ZMQError) as caught:
+            strict.send_multipart([client_identity(0), b"lost"])
+    assert caught.value.errno == zmq.EHOSTUNREACH
+
+
+def test_who_comes_back_under_an_identity_replaces_the_old_connection(context: Context, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/a"
+    with (
+        bind_router(context, endpoint) as router,
+        connect_dealer(context, endpoint, client_identity(0)) as old,
+    ):
+        old.send(b"old")
+        receive(router)
+        with connect_dealer(context, endpoint, client_identity(0)) as new:
+            new.send(b"new")
+            receive(router)
+            router.send_multipart([client_identity(0), b"answer"])
+            assert receive(new) == [b"answer"]
+            assert old.poll(0) == 0
+
+
+def test_a_path_that_no_socket_can_have_is_named() -> None:
+    with pytest.raises(ValueError, match="TMPDIR"):
+        input_endpoint("/tmp/" + "x" * 120, 0)

@@ -1,0 +1,59 @@
+"""Two generations for tests of what a child owes its parent. Started without arguments, or with a mode, it is the
+parent: it spawns itself once, prints the child's pid when that is set up, and sleeps. MODE says how the child lives:
+
+    idle      waits in Python
+    deaf      ignores SIGTERM and is busy; the kernel's signal is SIGTERM, so only the channel's end can end it
+    unwatched does not read its channel; only the kernel's signal can end it
+"""
+
+import argparse
+import signal
+import time
+
+from tokenmill_engine.ipc.channel import ControlChannel
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.control import Drained, EngineControl, Listening
+from tokenmill_engine.ipc.lifecycle import become_child, watch_parent
+
+Child = ChildProcess[Listening | Drained]
+
+
+def be_parent(mode: str, run_dir: str) -> None:
+    child: Child = spawn_child(
+        "tests.support.orphans", Listening | Drained, args=["--mode", mode, "--run-dir", run_dir]
+    )
+    child.channel.receive()
+    print(child.process.pid, flush=True)  # noqa: T201
+    time.sleep(60)
+
+
+def be_child(options: argparse.Namespace) -> None:
+    death_signal = signal.SIGTERM if options.mode == "deaf" else signal.SIGKILL
+    become_child("test orphan", options.parent_pid, death_signal)
+    channel: ControlChannel[object] = ControlChannel.from_fd(options.control_fd, EngineControl)
+    if options.mode == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.mode != "unwatched":
+        watch_parent(channel, print, options.run_dir)
+    channel.send(Listening())
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if options.mode != "deaf":
+            time.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", required=True)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--control-fd", type=int)
+    parser.add_argument("--parent-pid", type=int)
+    options = parser.parse_args()
+    if options.control_fd is None:
+        be_parent(options.mode, options.run_dir)
+    else:
+        be_child(options)
+
+
+if __name__ == "__main__":
+    main()
