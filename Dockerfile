@@ -57,7 +57,7 @@ WORKDIR /home/tokenmill
 VOLUME ["/models", "/var/cache/tokenmill"]
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ.get('TOKENMILL_PORT', 8000)}/health\", timeout=4)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tokenmill", "serve"]
 

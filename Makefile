@@ -17,7 +17,7 @@ KERNEL_SOURCES := $(wildcard kernels/tokenmill_kernels/cpu/*.py kernels/tokenmil
 .PHONY: help install serve test test-fast lint format bench pages constraints clean force
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | column -t -s $$'\t'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.stamp-test $(VENV)/.stamp-kernels  ## everything, for development
 

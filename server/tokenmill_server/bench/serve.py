@@ -31,8 +31,13 @@ from tokenmill_server.bench.workload import (
     text_prompts,
 )
 
-Backend = Literal["openai", "openai-chat"]
-DEFAULT_ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+Backend = Literal["openai", "openai-chat", "vllm"]
+DEFAULT_ENDPOINTS: dict[Backend, str] = {
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "vllm": "/v1/completions",
+}
+"""`vllm` is another name of `openai`."""
 
 
 @dataclass(slots=True, frozen=True)
