@@ -1,0 +1,332 @@
+"""Triton kernels compiled on a CUDA device: against the reference with odd sizes, and captured in CUDA graphs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import triton
+
+from tests.support.kernel_inputs import (
+    PagedBatch,
+    PagedShape,
+    assert_near,
+    cos_sin_table,
+    fused_qkv,
+    paged_batch,
+    poisoned,
+)
+from tokenmill_kernels import ops, reference
+from tokenmill_kernels.gpu import state
+
+pytestmark = pytest.mark.gpu
+
+T = TypeVar("T")
+
+CUDA = "cuda"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+BFLOAT16 = torch.bfloat16
+LLAMA_8B = PagedShape(32, 8, 128, 16, BFLOAT16)
+DECODES = [(1, 40), (1, 7), (1, 1230), (1, 64), (1, 1), (1, 333)]
+CHUNKS = [(17, 17), (133, 530), (2, 65), (3, 1000), (200, 200)]
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[None]:
+    """Kernels run compiled, inputs are the same every run, and references are in full float32."""
+    assert not triton.knobs.runtime.interpret
+    assert not torch.backends.cuda.matmul.allow_tf32
+    torch.manual_seed(0)
+    yield
+    torch.cuda.synchronize()
+
+
+def without_sync(call: Callable[[], T]) -> T:
+    """Result of `call`, which must not wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of `call`, after a run that compiles its kernels."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = without_sync(call)
+    return graph, result
+
+
+# Norms and activation
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (1025, 576), (7, 33), (300, 14336)])
+def test_norms_and_activation(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(rows, width, device=CUDA) * 3).to(dtype)
+    weight = torch.randn(width, device=CUDA).to(dtype)
+    residual = torch.randn(rows, width, device=CUDA).to(dtype)
+    gate_up = torch.randn(rows, 2 * width, device=CUDA).to(dtype) * 4
+    assert_near(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    expected = reference.add_rms_norm(x, residual, weight, 1e-5)
+    for actual, wanted in zip(ops.add_rms_norm(x, residual, weight, 1e-5), expected, strict=True):
+        assert_near(actual, wanted)
+    assert_near(ops.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def test_norms_and_activation_in_a_graph() -> None:
+    x, residual = torch.randn(2, 33, 4096, device=CUDA).bfloat16().unbind()
+    weight = torch.randn(4096, device=CUDA).bfloat16()
+
+    def call() -> tuple[torch.Tensor, ...]:
+        normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+        return normed, total, ops.rms_norm(x, weight, 1e-5), ops.silu_mul(x)
+
+    graph, results = capture(call)
+    for fresh in torch.randn(2, 2, 33, 4096, device=CUDA).bfloat16():
+        x.copy_(fresh[0])
+        residual.copy_(fresh[1])
+        expected = (
+            *reference.add_rms_norm(x, residual, weight, 1e-5),
+            reference.rms_norm(x, weight, 1e-5),
+            reference.silu_mul(x),
+        )
+        graph.replay()
+        for actual, wanted in zip(results, expected, strict=True):
+            assert_near(actual, wanted)
+
+
+# Rotary embedding and cache write
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim", "num_tokens"),
+    [
+        (LLAMA_8B, 128, 1),
+        (LLAMA_8B, 128, 1000),
+        (PagedShape(9, 3, 64, 32, torch.float32), 64, 77),
+        (PagedShape(28, 4, 96, 16, torch.float16), 96, 33),
+        (PagedShape(12, 1, 64, 64, BFLOAT16), 24, 129),
+        (PagedShape(8, 8, 256, 16, BFLOAT16), 128, 5),
+        (PagedShape(4, 2, 16, 16, torch.float32), 16, 5),
+    ],
+)
+def test_rotary_kv_write(shape: PagedShape, rotary_dim: int, num_tokens: int, norms: bool) -> None:
+    results = []
+    for implementation in (ops.rotary_kv_write, reference.rotary_kv_write):
+        torch.manual_seed(1)
+        q, k, v = fused_qkv(shape, num_tokens, CUDA)
+        weights = [torch.rand(shape.head_dim, device=CUDA).to(shape.dtype) + 0.5 if norms else None for _ in range(2)]
+        positions = torch.randint(0, 5000, (num_tokens,), dtype=torch.int32, device=CUDA)
+        slots = torch.randperm(num_tokens + 7, device=CUDA)[:num_tokens] - 1
+        caches = ops.allocate_kv_cache(
+            num_tokens // shape.block_size + 2, shape.block_size, shape.num_kv_heads, shape.head_dim, shape.dtype, CUDA
+        )
+        implementation(q, k, v, cos_sin_table(5000, rotary_dim, CUDA), positions, slots, *caches, *weights, 1e-6)
+        results.append((q, k, v, *caches))
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual, expected)
+
+
+def test_rotary_kv_write_in_a_graph() -> None:
+    q, k, v = fused_qkv(LLAMA_8B, 40, CUDA)
+    table = cos_sin_table(512, 128, CUDA)
+    positions = torch.zeros(40, dtype=torch.int32, device=CUDA)
+    slots = torch.full((40,), -1, device=CUDA)
+    caches = ops.allocate_kv_cache(8, 16, 8, 128, BFLOAT16, CUDA)
+    graph, _ = capture(lambda: ops.rotary_kv_write(q, k, v, table, positions, slots, *caches))
+    assert not caches[0].any()
+    for padding in (0, 13):
+        fresh = fused_qkv(LLAMA_8B, 40, CUDA)
+        positions.copy_(torch.randint(0, 512, (40,)))
+        slots.copy_(torch.randperm(128)[:40])
+        slots[40 - padding :] = -1
+        expected_caches = [cache.clone() for cache in caches]
+        for buffer, values in zip((q, k, v), fresh, strict=True):
+            buffer.copy_(values)
+        graph.replay()
+        reference.rotary_kv_write(*fresh, table, positions, slots, *expected_caches)
+        for actual, expected in zip((q, k, *caches), (*fresh[:2], *expected_caches), strict=True):
+            assert_near(actual, expected)
+
+
+# Paged attention
+
+
+def check(batch: PagedBatch, **options: Any) -> None:
+    """The rows of all requests, against the reference; output poisoned, no wait for the device."""
+    options.setdefault("scale", batch.q.shape[-1] ** -0.5)
+    num_tokens = int(batch.lengths["query_start_loc"][-1])
+    out = poisoned(*batch.q.shape, like=batch.q)
+    without_sync(
+        lambda: ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options, out=out)
+    )
+    expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options)
+    assert_near(out[:num_tokens], expected[:num_tokens])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (LLAMA_8B, {}),
+        (LLAMA_8B, {"window": 100}),
+        (PagedShape(32, 8, 128, 32, BFLOAT16), {"soft_cap": 3.0, "window": 257}),
+        (PagedShape(32, 8, 64, 16, BFLOAT16), {}),
+        (PagedShape(9, 3, 64, 64, torch.float16), {}),
+        (PagedShape(14, 2, 64, 16, torch.float32), {}),
+        (PagedShape(4, 4, 96, 16, torch.float16), {}),
+        (PagedShape(28, 4, 128, 64, torch.float16), {"soft_cap": 20.0}),
+        (PagedShape(8, 2, 128, 16, torch.float32), {"window": 64}),
+        (PagedShape(8, 4, 256, 16, BFLOAT16), {}),
+        (PagedShape(8, 4, 256, 32, torch.float32), {}),
+        (PagedShape(4, 2, 16, 16, torch.float32), {"window": 9}),
+        (PagedShape(40, 1, 128, 16, BFLOAT16), {}),
+    ],
+)
+def test_paged_attention(shape: PagedShape, options: dict[str, Any]) -> None:
+    for requests in (DECODES, CHUNKS, DECODES + CHUNKS):
+        check(paged_batch(shape, requests, device=CUDA), **options)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1])
+def test_hints_bound_the_launch_and_nothing_else(num_decodes: int) -> None:
+    check(paged_batch(LLAMA_8B, DECODES + CHUNKS, num_decodes=num_decodes, device=CUDA))
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 63, 300])
+def test_random_lengths(num_requests: int) -> None:
+    totals = torch.randint(1, 3000, (num_requests,)).tolist()
+    decodes = [(1, total) for total in totals]
+    chunks = [(int(torch.randint(2, total + 2, ())), total + 1) for total in totals[:6]]
+    check(paged_batch(LLAMA_8B, decodes, device=CUDA))
+    check(paged_batch(LLAMA_8B, decodes + chunks, device=CUDA))
+
+
+def test_one_request_far_longer_than_the_others() -> None:
+    check(paged_batch(LLAMA_8B, [(1, 5), (1, 60_000), (1, 900), (30, 20_000)], device=CUDA))
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_long_prefill(window: int | None) -> None:
+    check(paged_batch(PagedShape(8, 2, 128, 16, BFLOAT16), [(3000, 9000)], device=CUDA), window=window)
+
+
+def test_cache_of_more_elements_than_int32_counts() -> None:
+    num_blocks = (1 << 31) // (16 * 8 * 128) + 64
+    caches = ops.allocate_kv_cache(num_blocks, 16, 8, 128, BFLOAT16, CUDA)
+    small = paged_batch(LLAMA_8B, [(1, 500), (40, 300)], device=CUDA)
+    for cache, source in zip(caches, (small.k_cache, small.v_cache), strict=True):
+        cache[-source.shape[0] :] = source
+    small.lengths["block_tables"] += num_blocks - small.k_cache.shape[0]
+    check(PagedBatch(small.q, *caches, small.lengths))
+
+    q, k, v = fused_qkv(LLAMA_8B, 3, CUDA)
+    slots = torch.arange(3, device=CUDA) + num_blocks * 16 - 3
+    positions = torch.zeros(3, dtype=torch.int32, device=CUDA)
+    ops.rotary_kv_write(q, k, v, cos_sin_table(8, 128, CUDA), positions, slots, *caches)
+    assert torch.equal(caches[0][-1, -3:], k)
+    assert torch.equal(caches[1][-1, -3:], v)
+
+
+def load(buffers: PagedBatch, batch: PagedBatch) -> None:
+    """Puts a batch into the buffers that a graph reads: padded requests are empty, caches are as large as needed."""
+    num_requests = batch.lengths["seq_lens"].shape[0]
+    buffers.q[: batch.q.shape[0]] = batch.q
+    buffers.k_cache[: batch.k_cache.shape[0]] = batch.k_cache
+    buffers.v_cache[: batch.v_cache.shape[0]] = batch.v_cache
+    buffers.lengths["seq_lens"].zero_()[:num_requests] = batch.lengths["seq_lens"]
+    starts = batch.lengths["query_start_loc"]
+    buffers.lengths["query_start_loc"].fill_(int(starts[-1]))[: num_requests + 1] = starts
+    tables = batch.lengths["block_tables"]
+    buffers.lengths["block_tables"].zero_()[:num_requests, : tables.shape[1]] = tables
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "max_query_len", "batches"),
+    [
+        (8, 1, [DECODES, [(1, 999)], [*DECODES[::-1], (1, 77), (1, 5000)]]),
+        (1, 300, [DECODES[:3] + CHUNKS, [(300, 4000)], CHUNKS, DECODES, [(1, 1)] * 7 + [(293, 293)]]),
+    ],
+)
+def test_one_graph_serves_any_lengths(
+    num_decodes: int, max_query_len: int, batches: Sequence[Sequence[tuple[int, int]]]
+) -> None:
+    num_tokens = 8 if max_query_len == 1 else 400
+    caches = ops.allocate_kv_cache(600, 16, 8, 128, BFLOAT16, CUDA)
+    lengths = {
+        "query_start_loc": torch.zeros(9, dtype=torch.int32, device=CUDA),
+        "seq_lens": torch.zeros(8, dtype=torch.int32, device=CUDA),
+        "block_tables": torch.zeros(8, 400, dtype=torch.int32, device=CUDA),
+    }
+    hints = {"num_decodes": num_decodes, "max_query_len": max_query_len, "max_seq_len": 6400, "scale": 0.09}
+    buffers = PagedBatch(torch.zeros(num_tokens, 32, 128, device=CUDA).bfloat16(), *caches, lengths)
+    out = torch.empty_like(buffers.q)
+    graph, _ = capture(lambda: ops.paged_attention(buffers.q, *caches, **lengths, **hints, out=out))
+    for requests in batches:
+        load(buffers, paged_batch(LLAMA_8B, requests, device=CUDA))
+        out.fill_(float("nan"))
+        graph.replay()
+        used = int(lengths["query_start_loc"][-1])
+        expected = reference.paged_attention(buffers.q, *caches, **lengths, **hints)
+        assert_near(out[:used], expected[:used])
+
+
+# Request state
+
+
+def test_state_of_a_step_in_a_graph() -> None:
+    num_slots, num_rows, num_tokens, block_size = 20, 8, 1500, 16
+    tables = state.RequestTables(
+        torch.randint(0, 1000, (num_slots, 4096), dtype=torch.int32, device=CUDA),
+        torch.full((num_slots,), 1000, dtype=torch.int32, device=CUDA),
+        torch.randint(0, 900, (num_slots,), dtype=torch.int32, device=CUDA),
+    )
+    blocks = torch.randint(0, 1 << 20, (num_slots, 256), dtype=torch.int32, device=CUDA)
+
+    def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=CUDA)
+
+    rows = state.StepRows(buffer(num_rows), buffer(num_rows + 1), 1200)
+    out = state.StepTokens(buffer(num_tokens), buffer(num_tokens), buffer(num_rows))
+    out_blocks, slot_mapping = buffer(num_rows, 256), buffer(num_tokens, dtype=torch.int64)
+    sample_slots, sampled = buffer(num_rows) - 1, buffer(num_rows, dtype=torch.int64)
+
+    def call() -> None:
+        state.expand_tokens(tables, rows, out)
+        state.expand_blocks(blocks, tables.num_computed, rows, block_size, (out_blocks, slot_mapping))
+        state.advance(tables, rows, sample_slots, sampled)
+
+    graph, _ = capture(call)
+    for counts in ([1, 1, 1200, 37], [1] * 8, [600, 700]):
+        slots = torch.randperm(num_slots)[: len(counts)]
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        rows.slots.fill_(-1)[: len(counts)] = slots.to(CUDA)
+        rows.query_start_loc.fill_(sum(counts))[: len(counts) + 1] = starts.to(CUDA)
+        sample_slots.fill_(-1)[: len(counts)] = slots.to(CUDA)
+        sampled.copy_(torch.randint(0, 1000, (num_rows,)))
+        computed, ends, token_ids = (
+            table.cpu() for table in (tables.num_computed, tables.num_tokens, tables.token_ids)
+        )
+        graph.replay()
+
+        token_slots = slots.repeat_interleave(torch.tensor(counts))
+        positions = torch.cat([torch.arange(count) + computed[slot] for slot, count in zip(slots, counts, strict=True)])
+        used = len(positions)
+        assert torch.equal(out.positions.cpu()[:used], positions.int())
+        assert torch.equal(out.input_ids.cpu()[:used], token_ids[token_slots, positions])
+        seq_lens = computed[slots] + torch.tensor(counts)
+        assert torch.equal(out.seq_lens.cpu()[: len(counts)], seq_lens.int())
+        assert not out.seq_lens[len(counts) :].any()
+        expected_slots = blocks.cpu()[token_slots, positions // block_size].long() * block_size + positions % block_size
+        assert torch.equal(slot_mapping.cpu()[:used], expected_slots)
+        assert (slot_mapping[used:] == -1).all()
+        for row, seq_len in enumerate(seq_lens.tolist()):
+            width = -(-seq_len // block_size)
+            assert torch.equal(out_blocks[row, :width], blocks[slots[row], :width])
+        assert torch.equal(tables.num_computed.cpu()[slots], seq_lens.int())
+        assert torch.equal(tables.token_ids.cpu()[slots, ends[slots].long()], sampled.cpu()[: len(counts)].int())
+        assert torch.equal(tables.num_tokens.cpu()[slots], ends[slots] + 1)
