@@ -9,6 +9,7 @@ import numpy as np
 
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPlan, StepResult
+from tokenmill_engine.worker.worker import Worker
 
 
 class Handle(Protocol):
@@ -36,6 +37,11 @@ class Generation:
     def finished(self) -> bool:
         stopped = bool(self.output) and self.output[-1] in self.stop_token_ids
         return stopped or len(self.output) >= self.max_tokens or self.error is not None
+
+
+@dataclass
+class _Submitted:
+    result: Callable[[], StepResult]
 
 
 @dataclass
@@ -76,6 +82,11 @@ class StepDriver:
         self._step = 0
         self._next_id = 0
         self.plans: list[StepPlan] = []
+
+    @classmethod
+    def of_worker(cls, worker: Worker, **arguments: int) -> "StepDriver":
+        """Drives a worker itself; its results are taken when they are due."""
+        return cls(lambda plan: _Submitted(worker.execute(plan).wait), **arguments)
 
     def run(self, generations: Sequence[Generation], *, preempt_every: int = 0) -> None:
         """Generate to the end of all. With `preempt_every` n a request loses its place every n steps, each request at

@@ -28,6 +28,8 @@ class CudaPreparer:
         self._requests = state.RequestTables(tables.tokens.token_ids, tables.tokens.num_tokens, tables.num_computed)
         num_rows = self._num_rows = max(tables.shape.num_slots, *decode_sizes, 1)
 
+        max_tokens = max(max_tokens, num_rows)
+
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=tables.device)
 
@@ -42,17 +44,20 @@ class CudaPreparer:
         ]
 
     def prepare(self, plan: StepPlan) -> StepInputs:
+        """Raises ValueError if the step is larger than the buffers."""
         num_reqs, only_decodes = plan.num_reqs, plan.num_decodes == plan.num_reqs
         num_rows = self._padded(num_reqs) if only_decodes else num_reqs
         query_start = np.zeros(num_rows + 1, np.int32)
         np.cumsum(plan.num_scheduled, out=query_start[1 : num_reqs + 1])
         query_start[num_reqs + 1 :] = query_start[num_reqs]
+        num_tokens = num_rows if only_decodes else int(query_start[-1])
+        if num_tokens > len(self._input_ids) or num_rows > self._num_rows:
+            raise ValueError(f"{num_tokens} tokens of {num_rows} requests are more than the buffers hold")
         sample_rows = np.flatnonzero(plan.samples)
         sample_slots = plan.slots[sample_rows]
         logit_index = last_tokens(query_start, sample_rows)
         self._send(query_start, plan.slots, sample_slots, logit_index)
 
-        num_tokens = num_rows if only_decodes else int(query_start[-1])
         max_query_len = 1 if only_decodes else int(plan.num_scheduled.max())
         rows = self._step_rows(num_rows, max_query_len)
         tokens = state.StepTokens(self._input_ids[:num_tokens], self._positions[:num_tokens], self._seq_lens[:num_rows])
@@ -97,7 +102,7 @@ class CudaPreparer:
 
     def _send(self, *parts: NDArray[np.int32]) -> None:
         """One copy of all parts, each to its place in the buffer."""
-        staged = torch.empty(self._sent.shape, dtype=torch.int32, pin_memory=True)
+        staged = torch.empty(self._sent.shape, dtype=torch.int32, pin_memory=self._sent.is_cuda)
         host = staged.numpy()
         offset = 0
         for part, size in zip(parts, (self._num_rows + 1, *[self._num_rows] * 3), strict=True):

@@ -194,6 +194,6 @@ def allocate_kv_caches(
     except (RuntimeError, MemoryError, OSError, ValueError) as error:
         needed = num_blocks * sum(group.block_bytes(block_size) for group in groups)
         raise StartupError(
-            f"the device cannot give {gib(needed)} for {num_blocks} KV blocks ({error}); "
+            f"the device cannot give {gib(needed)} for {num_blocks} KV blocks ({str(error).splitlines()[0]}); "
             "lower --num-gpu-blocks-override, --kv-cache-memory-bytes or --gpu-memory-utilization"
         ) from error

@@ -5,7 +5,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
 from tokenmill_engine.models.loader import load_model
@@ -96,7 +99,13 @@ class Worker:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.monotonic()
-        yield
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise StartupError(
+                f"out of device memory in the start phase {name!r}: {str(error).splitlines()[0]} Use a smaller model, "
+                "or lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
+            ) from error
         self._phases[name] = time.monotonic() - started
 
     def _report(self, capacity: KVCapacity) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.worker.cuda_inputs import CudaPreparer
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 
@@ -30,6 +31,45 @@ def random_plan(rng: np.random.Generator, tables: SlotTables, num_decodes: int, 
     known = computed + counts + np.where(samples, 0, 3).astype(np.int32)
     tables.tokens.num_tokens[torch.from_numpy(slots).long()] = torch.from_numpy(known)
     return StepPlan(0, slots, counts, computed, samples, num_decodes)
+
+
+@pytest.mark.parametrize(("num_decodes", "num_chunks"), [(0, 1), (0, 3), (1, 0), (3, 0), (4, 0), (2, 2), (4, 1)])
+@pytest.mark.parametrize("decode_sizes", [(), (2, 4)])
+def test_device_kernels_prepare_the_same(num_decodes: int, num_chunks: int, decode_sizes: tuple[int, ...]) -> None:
+    """The GPU's way, its kernels interpreted, against the CPU's, two steps in a row."""
+    rng = np.random.default_rng(1)
+    on_cpu, on_device = filled_tables(rng), filled_tables(np.random.default_rng(1))
+    cpu = CpuPreparer(on_cpu, BLOCK_SIZE)
+    device = CudaPreparer(on_device, BLOCK_SIZE, max_tokens=64, decode_sizes=decode_sizes)
+    for _ in range(2):
+        plan = random_plan(rng, on_cpu, num_decodes, num_chunks)
+        on_device.num_computed.copy_(on_cpu.num_computed)
+        on_device.tokens.num_tokens.copy_(on_cpu.tokens.num_tokens)
+        expected, actual = cpu.prepare(plan), device.prepare(plan)
+        num_reqs, num_tokens = plan.num_reqs, expected.batch.num_tokens
+        padded = actual.batch.num_reqs
+        assert padded == (next((s for s in decode_sizes if s >= num_reqs), num_reqs) if not num_chunks else num_reqs)
+        assert actual.batch.num_decodes == (num_decodes if num_chunks else padded)
+        assert actual.batch.input_ids.tolist() == expected.batch.input_ids.tolist() + [0] * (padded - num_reqs)
+        assert actual.batch.positions[:num_tokens].equal(expected.batch.positions)
+        starts = expected.batch.query_start_loc.tolist()
+        assert actual.batch.query_start_loc.tolist() == starts + [num_tokens] * (padded - num_reqs)
+        assert actual.batch.seq_lens.tolist() == expected.batch.seq_lens.tolist() + [0] * (padded - num_reqs)
+        for ours, theirs in zip(actual.batch.groups, expected.batch.groups, strict=True):
+            assert ours.slot_mapping.tolist() == theirs.slot_mapping.tolist() + [-1] * (padded - num_reqs)
+            for row, length in enumerate(expected.batch.seq_lens.tolist()):
+                used = -(-length // BLOCK_SIZE)
+                assert ours.block_tables[row, :used].equal(theirs.block_tables[row, :used])
+        if expected.logit_index is None or actual.logit_index is None:
+            assert expected.logit_index is actual.logit_index
+        else:
+            assert actual.logit_index.equal(expected.logit_index)
+        sampled = torch.arange(60, 60 + len(expected.sample_slots), dtype=torch.int32)
+        cpu.advance(plan, expected, sampled)
+        device.advance(plan, actual, sampled)
+        assert on_device.num_computed.equal(on_cpu.num_computed)
+        assert on_device.tokens.num_tokens.equal(on_cpu.tokens.num_tokens)
+        assert on_device.tokens.token_ids.equal(on_cpu.tokens.token_ids)
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 4])

@@ -9,40 +9,21 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.engine_core.worker.conftest import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS
+from tests.support.generations import NUM_OUTPUT, SAMPLED, prompts
 from tests.support.model_loading import load_on_cpu
 from tests.support.paged_forward import PagedForward
 from tests.support.step_driver import Generation, StepDriver
 from tests.support.tiny_models import cached_tiny_model, make_tiny_model, tiny_config, tiny_weights
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.results import PendingResult
 from tokenmill_engine.worker.worker import Worker
 
 MakeWorker = Callable[..., Worker]
 
-PROMPT_LENGTHS = [1, 2, 15, 16, 17, 31, 40, 77, 5, 64, 3, 100]
-NUM_OUTPUT = 20
-
-
-class Handle:
-    """A step that ran when it was submitted; its result is taken later."""
-
-    def __init__(self, pending: PendingResult) -> None:
-        self.result = pending.wait
-
 
 def driver(worker: Worker, *, budget: int = 512, depth: int = 1) -> StepDriver:
-    def submit(plan: StepPlan) -> Handle:
-        return Handle(worker.execute(plan))
-
-    return StepDriver(
-        submit, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS, budget=budget, depth=depth
+    return StepDriver.of_worker(
+        worker, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS, budget=budget, depth=depth
     )
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(3, 500, length).tolist() for length in PROMPT_LENGTHS]
 
 
 @cache
@@ -94,22 +75,6 @@ def test_a_stop_found_late_costs_nothing_but_the_token(make_worker: MakeWorker) 
     for generation in generations:
         tokens = expected(tuple(generation.prompt))
         assert generation.output == tokens[: tokens.index(generation.stop_token_ids[0]) + 1]
-
-
-SAMPLED = [
-    SamplingParams(temperature=1.0, seed=1),
-    SamplingParams(temperature=0.8, seed=2, top_p=0.9),
-    SamplingParams(temperature=1.2, seed=3, top_k=20),
-    SamplingParams(temperature=0.9, seed=4, min_p=0.05),
-    SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.8, presence_penalty=0.3, repetition_penalty=1.2),
-    SamplingParams(temperature=0.0, seed=6, repetition_penalty=1.5),
-    SamplingParams(temperature=1.0, seed=7, bad_words_token_ids=((40,), (41, 42)), min_tokens=5),
-    SamplingParams(temperature=1.0, seed=8, allowed_token_ids=tuple(range(100, 160)), logprobs=3),
-    SamplingParams(temperature=0.0, seed=9),
-    SamplingParams(temperature=2.0, seed=10),
-    SamplingParams(temperature=1.0, seed=1),
-    SamplingParams(temperature=1.0, seed=11, top_k=50, top_p=0.7, min_p=0.01, logprobs=0),
-]
 
 
 @pytest.mark.parametrize(("budget", "depth", "preempt_every"), [(512, 2, 0), (9, 1, 0), (24, 3, 0), (64, 1, 4)])
