@@ -30,10 +30,10 @@ from tokenmill_engine.ipc.ids import client_identity
 from tokenmill_engine.ipc.lifecycle import become_child, set_title, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_engine.ipc.sockets import bind_router, input_endpoint, output_endpoint
-from tokenmill_engine.messages import ClientMessage, EngineReady
+from tokenmill_engine.messages import ClientGone, ClientMessage, EngineReady
 from tokenmill_engine.outputs import KVCapacity
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tokenmill_engine.process")  # the module itself runs as `__main__`
 
 _KEEP_S = 1.0
 """How long messages to an API server that is not connected are kept."""
@@ -54,6 +54,10 @@ class Inbox:
     def stop(self) -> None:
         """Make `take` return None. Safe in a signal handler."""
         self._messages.put(None)
+
+    def put(self, message: ClientMessage) -> None:
+        """Queue a message that no client sent."""
+        self._messages.put(message)
 
     def take(self, wait: bool, timeout_s: float | None) -> list[ClientMessage] | None:
         """What has arrived; if nothing has and `wait`, what arrives first within `timeout_s` seconds (None: ever)."""
@@ -80,11 +84,14 @@ class Outbox:
     """Engine messages, encoded and sent by a thread of its own.
 
     What goes to an API server that is not connected is kept for a moment: a restarted one may be heard on the inbox
-    before its connection to this socket is complete.
+    before its connection to this socket is complete. After that it is given up, and `on_lost` is called with it.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_lost: Callable[[int], None]
+    ) -> None:
         self._socket = bind_router(context, endpoint, mandatory=True)
+        self._on_lost = on_lost
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
         self._kept: dict[int, deque[tuple[float, bytes]]] = {}
@@ -111,10 +118,14 @@ class Outbox:
                 self._retry(client)
 
     def _retry(self, client: int) -> None:
-        """Send what was kept, in order; drop what was kept too long."""
-        kept, now = self._kept[client], time.monotonic()
-        while kept and (self._send_one(client, kept[0][1]) or kept[0][0] < now):
+        """Send what was kept, in order; if the first was kept too long, drop all."""
+        kept = self._kept[client]
+        while kept and self._send_one(client, kept[0][1]):
             kept.popleft()
+        if kept and kept[0][0] < time.monotonic():
+            kept.clear()
+            logger.warning("API server %d is not connected; its requests are aborted", client)
+            self._on_lost(client)
         if not kept:
             del self._kept[client]
 
@@ -136,7 +147,11 @@ class EngineProcess:
         self._observability = start.config.observability
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.inbox = Inbox(context, input_endpoint(start.run_dir, start.engine))
-        self._outbox = Outbox(context, output_endpoint(start.run_dir, start.engine))
+        self._outbox = Outbox(
+            context,
+            output_endpoint(start.run_dir, start.engine),
+            on_lost=lambda client: self.inbox.put(ClientGone(client)),
+        )
         executor, capacity, startup_s = start_executor(start.config)
         self._core = EngineCore(start.config, executor, capacity, start.engine)
         self.ready = EngineReady(

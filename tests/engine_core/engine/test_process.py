@@ -29,11 +29,12 @@ pytestmark = pytest.mark.slow
 IDLE = EngineLoad(0, 0, 0.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+"""As long as the engine allows."""
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RunningEngine]:
-    with running_engine(tiny_engine_config(max_model_len=512, num_blocks=64)) as engine:
+    with running_engine(tiny_engine_config(max_model_len=50_000, num_blocks=4096)) as engine:
         yield engine
         assert engine.stop() == 0
 
@@ -48,8 +49,8 @@ def talkers(engine: RunningEngine) -> Iterator[list[EngineTalker]]:
 
 def test_it_says_what_it_can_hold(engine: RunningEngine) -> None:
     ready = engine.ready
-    assert (ready.engine, ready.max_model_len, ready.num_gpu_blocks, ready.block_size) == (0, 512, 64, 16)
-    assert ready.kv_cache_tokens == 1024
+    assert (ready.engine, ready.max_model_len, ready.num_gpu_blocks, ready.block_size) == (0, 50_000, 4096, 16)
+    assert ready.kv_cache_tokens == 65536
     assert ready.startup_s["import"] > 0
     assert {"load", "warmup"} <= set(ready.startup_s)
     assert psutil.Process(engine.pid).cmdline()[0].startswith("tokenmill: engine core 0")
@@ -66,7 +67,7 @@ def test_two_clients_get_their_own_answers_and_the_same_tokens_as_alone(talkers:
 
 def test_a_bad_request_is_answered_and_disturbs_nobody(talkers: list[EngineTalker]) -> None:
     good = talkers[0].add([5, 6, 7, 8], GREEDY)
-    bad = [talkers[1].add(prompt, GREEDY) for prompt in ([], [VOCAB_SIZE], [1] * 600)]
+    bad = [talkers[1].add(prompt, GREEDY) for prompt in ([], [VOCAB_SIZE], [1] * 50_000)]
     for answer in talkers[1].finish(*bad):
         assert answer.finish is not None
         assert answer.finish.reason is FinishReason.ERROR
@@ -95,6 +96,20 @@ def test_aborted_and_orphaned_requests_leave_an_idle_engine(engine: RunningEngin
     aborted = re.search(r'request_success_total\{engine="0",finished_reason="abort",model_name="tiny"\} (\S+)', values)
     assert aborted is not None
     assert float(aborted[1]) >= 4
+
+
+def test_requests_of_a_client_that_vanished_without_a_word_are_aborted(
+    engine: RunningEngine, talkers: list[EngineTalker]
+) -> None:
+    vanishing = EngineTalker(engine.run_dir, 7)
+    request_id = vanishing.add([5, 6], ENDLESS)
+    while not vanishing.answers[request_id].tokens:
+        vanishing.poll()
+    while talkers[0].load in (None, IDLE):
+        assert talkers[0].poll(5)
+    vanishing.close()
+    talkers[0].wait_for_load(IDLE)
+    assert "API server 7 is not connected" in engine.log.read_text()
 
 
 def test_an_idle_engine_costs_nothing(engine: RunningEngine, talkers: list[EngineTalker]) -> None:

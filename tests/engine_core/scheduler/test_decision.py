@@ -111,9 +111,9 @@ def test_a_request_is_admitted_only_if_all_of_its_prompt_fits() -> None:
     first = driver.add(1, prompt(16), long_run(4))
     driver.step()
     second = driver.add(2, prompt(17, 30), long_run(2))
-    while first.state is not RequestState.FINISHED:
+    while driver.scheduler.find(1) is first:
+        assert second.state is RequestState.WAITING
         driver.step()
-        assert second.state is RequestState.WAITING or first.state is RequestState.FINISHED
     driver.run()
     assert driver.scheduler.counters.num_preemptions == 0
 
@@ -223,15 +223,13 @@ class TestPreemption:
         driver = self.crowded()
         for number in range(3):
             driver.add(number, prompt(4, number * 10), long_run(20))
-        small = driver.add(9, [1], long_run(2))
-        while True:
-            decision = driver.scheduler.schedule()
-            assert decision is not None
-            if decision.preempted:
-                break
+        driver.step()
+        while not (decision := driver.scheduler.schedule()) or not decision.preempted:
             driver.step()
-        assert decision.admissions == []
-        assert small.state is not RequestState.PREEMPTED
+        small = driver.add(9, [1], long_run(2), arrival_time=-1.0)
+        driver.step()
+        assert driver.scheduler.counters.num_preemptions == 1
+        assert small.state is RequestState.WAITING
 
     def test_a_preempted_request_waits_in_front(self) -> None:
         driver = self.crowded()
