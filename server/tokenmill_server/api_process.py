@@ -47,7 +47,7 @@ ACCEPT_COUNTS_FILE = "accept.counts"
 
 _LAST_WORDS_S = 1.0
 """How long cut-off requests have to deliver their error."""
-_GC_THRESHOLDS = (50_000, 20, 50)
+_GC_THRESHOLDS = (10_000, 10, 10)
 """Tokens make much garbage but no cycles; look for those rarely."""
 
 

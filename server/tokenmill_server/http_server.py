@@ -29,6 +29,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
         self._config.load()

@@ -11,7 +11,7 @@ from tokenmill_engine.errors import AuthenticationError
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.errors import describe
 from tokenmill_server.protocol.fields import is_request_id
-from tokenmill_server.routes.replying import error_response
+from tokenmill_server.routes.replying import DIRECT_SEND, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Need no API key: load balancers and container probes have none."""
@@ -38,6 +38,7 @@ class RequestFrame:
         own_id = headers.get(b"x-request-id", b"").decode("latin-1")
         state["has_own_id"] = is_request_id(own_id)
         state["request_id"] = own_id if state["has_own_id"] else uuid.uuid4().hex
+        state[DIRECT_SEND] = send
         status = 500
 
         async def send_with_id(message: Message) -> None:

@@ -36,7 +36,7 @@ class TextGenerator:
         """Connects to the engine cores, which must be running."""
         await self._client.start()
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
         """Lets go of the engine cores. Nothing may be open."""
         self._client.close()
 
@@ -68,6 +68,12 @@ class TextGenerator:
             self._forget(request_id, generation.engine)
         self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
 
+    def close_generation(self, generation: Generation) -> None:
+        """Aborts what is still open and takes the generation apart: its memory is free at once, without a search for
+        reference circles. Whoever started a generation ends with this."""
+        self.abort(generation)
+        generation.choices.clear()
+
     async def complete(self, request: GenerationRequest, pinned_engine: int | None = None) -> RequestOutput:
         """Generates all choices of one prompt; see `complete_all`."""
         return (await self.complete_all([request], pinned_engine))[0]
@@ -88,10 +94,10 @@ class TextGenerator:
             failures = [error for _, collector in started if (error := collector.failure()) is not None]
             if failures:
                 raise failures[0]
+            return [collector.result(generation) for generation, collector in started]
         finally:
             for generation, _ in started:
-                self.abort(generation)
-        return [collector.result(generation) for generation, collector in started]
+                self.close_generation(generation)
 
     def engine_died(self, engine: int, message: str) -> None:
         """Fails everything that is open on `engine`."""

@@ -13,6 +13,10 @@ from tokenmill_server.processing.sse import EventBuffer
 
 T = TypeVar("T")
 
+DIRECT_SEND = "direct_send"
+"""Key of the scope's state: the HTTP server's own `send`. Every layer of an application wraps it, but none looks at
+what follows the start of a response."""
+
 
 class ClientGoneError(Exception):
     """Nobody is there to read the answer."""
@@ -38,13 +42,13 @@ def error_response(reply: ErrorReply) -> Response:
 
 class EventStreamResponse(Response):
     """Sends what an `EventBuffer` holds. The status waits for the first event, so that an early failure is an HTTP
-    error; a later one becomes the last event. `abort` is called at the end, whoever caused it."""
+    error; a later one becomes the last event. `close` is called at the end, whoever caused it."""
 
-    def __init__(self, buffer: EventBuffer, abort: Callable[[], None], headers: dict[str, str]) -> None:
+    def __init__(self, buffer: EventBuffer, close: Callable[[], None], headers: dict[str, str]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._buffer = buffer
-        self._abort = abort
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.ensure_future(_disconnect(receive))
@@ -53,7 +57,7 @@ class EventStreamResponse(Response):
             await self._send_all(scope, receive, send)
         finally:
             watcher.cancel()
-            self._abort()
+            self._close()
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         buffer = self._buffer
@@ -63,6 +67,7 @@ class EventStreamResponse(Response):
                 await error_response(describe(buffer.error))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send = scope["state"].get(DIRECT_SEND, send)
         while not buffer.closed:
             await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await buffer.read()

@@ -68,18 +68,19 @@ class Call:
         """Starts the generation of every prompt; `listener(i)` gets the output of the i-th."""
         generator = self.context.generator
 
-        def abort() -> None:
+        def close() -> None:
             for generation in session.generations:
-                generator.abort(generation)
+                generator.close_generation(generation)
+            session.generations.clear()
 
         listeners = [listener(index) for index in range(len(requests))]
         try:
             for request, its_listener in zip(requests, listeners, strict=True):
                 session.generations.append(generator.start(request, its_listener, self.pinned_engine))
         except BaseException:
-            abort()
+            close()
             raise
-        return EventStreamResponse(session.buffer, abort, self.headers)
+        return EventStreamResponse(session.buffer, close, self.headers)
 
 
 async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT]:

@@ -1,0 +1,123 @@
+"""Starts a real API server process in front of echo engines, as the launcher would."""
+
+import dataclasses
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.echo_engine import EchoEngine
+from tokenmill_engine.config.engine import EngineConfig, ModelConfig, ObservabilityConfig
+from tokenmill_engine.config.model_files import resolve_model
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.control import EnginesReady, FromApiServer, Listening
+from tokenmill_server.config import ServerConfig
+from tokenmill_server.control import ApiServerStart
+
+MODEL_NAME = "smol"
+
+
+def engine_config(**model_changes: Any) -> EngineConfig:
+    """Configuration of the embedded model."""
+    files = resolve_model(None)
+    model = ModelConfig(
+        name=files.name,
+        path=files.path,
+        tokenizer_path=files.tokenizer_path,
+        architecture=files.architecture,
+        load_format="gguf",
+        dtype="float32",
+        seed=0,
+        max_model_len=8192,
+        max_model_len_explicit=False,
+        eos_token_ids=files.eos_token_ids,
+    )
+    return EngineConfig(
+        model=dataclasses.replace(model, **model_changes), observability=ObservabilityConfig(model_name=MODEL_NAME)
+    )
+
+
+@dataclass
+class Server:
+    """API servers on one port, and the engines behind them."""
+
+    port: int
+    run_dir: str
+    engines: list[EchoEngine]
+    children: list[ChildProcess[FromApiServer]]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+    def announce_engines(self) -> None:
+        """What makes the servers ready."""
+        for child in self.children:
+            child.channel.send(EnginesReady([engine.ready() for engine in self.engines]))
+
+    def wait_ready(self) -> None:
+        """Returns when every server has answered that it is healthy (each connection may meet another one)."""
+        deadline = time.monotonic() + 20
+        num_healthy = 0
+        while num_healthy < 4 * len(self.children):
+            assert time.monotonic() < deadline, "the API server did not become ready"
+            with self.client() as client:
+                if client.get("/health").status_code == 200:
+                    num_healthy += 1
+                else:
+                    time.sleep(0.01)
+
+
+@contextmanager
+def run_server(
+    num_engines: int = 1,
+    ready: bool = True,
+    engine: EngineConfig | None = None,
+    engine_options: dict[str, Any] | None = None,
+    **server_options: Any,
+) -> Iterator[Server]:
+    """A server with `server_options` as fields of `ServerConfig`."""
+    config = ServerConfig(**{"served_model_names": (MODEL_NAME, "other/name"), **server_options})
+    engine = dataclasses.replace(engine or engine_config(), data_parallel_size=num_engines)
+    with (
+        tempfile.TemporaryDirectory(prefix="tokenmill-test-") as run_dir,
+        socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
+    ):
+        metrics_dir = Path(run_dir) / "metrics"
+        metrics_dir.mkdir()
+        engines = [EchoEngine(run_dir, index, **(engine_options or {})).start() for index in range(num_engines)]
+        children: list[ChildProcess[FromApiServer]] = []
+        server = Server(listener.getsockname()[1], run_dir, engines, children)
+        try:
+            for client in range(config.api_server_count):
+                child: ChildProcess[FromApiServer] = spawn_child(
+                    "tokenmill_server.api_process",
+                    FromApiServer,
+                    pass_fds=(listener.fileno(),),
+                    env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)},
+                )
+                children.append(child)
+                child.channel.send(ApiServerStart(client, 0, run_dir, listener.fileno(), config, engine))
+            for child in children:
+                assert isinstance(child.channel.receive(), Listening)
+            if ready:
+                server.announce_engines()
+                server.wait_ready()
+            yield server
+        finally:
+            for child in children:
+                child.process.terminate()
+                child.process.wait(10)
+                child.channel.close()
+            for one in engines:
+                one.stop()
