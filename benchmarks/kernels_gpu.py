@@ -1,0 +1,256 @@
+"""Times the Triton kernels at the shape of an 8B Llama against what the card can do.
+
+    python benchmarks/kernels_gpu.py [--sweep] [--json FILE]
+
+Each figure is the median over replays of a CUDA graph that walks several sets of random inputs, larger together than
+the L2 cache unless they are tiny. The floor of an operation is the bytes it must move over the bandwidth of a device
+copy, measured first; prefill attention is bound by arithmetic, so its rate is shown. `--sweep` times attention with
+other tiles as well.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from triton.errors import TritonError
+
+from tokenmill_kernels import ops
+from tokenmill_kernels.gpu import attention
+from tokenmill_kernels.gpu.attention import TileConfig
+
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 32, 8, 128, 16
+HIDDEN, INTERMEDIATE = 4096, 14336
+CONTEXT = 1088
+ROTATED_BYTES = 400 << 20
+DTYPE, ITEM_BYTES = torch.bfloat16, 2
+
+DECODE_BATCHES = (1, 8, 32, 128, 256)
+PREFILLS = ((8, 1024, 1024), (1, 8192, 8192), (1, 2048, 32768))
+"""(requests, new tokens of each, tokens of each after the step)"""
+
+DECODE_TILES = [
+    TileConfig(16, block_n, num_warps, num_stages, programs)
+    for block_n, num_warps, num_stages, programs in (
+        (64, 4, 5, 2), (64, 4, 5, 3), (64, 4, 5, 4), (64, 4, 7, 1), (64, 4, 7, 2), (64, 4, 3, 4), (64, 2, 5, 3),
+        (64, 8, 5, 2), (32, 4, 5, 4), (32, 4, 7, 4), (32, 2, 5, 6), (128, 4, 5, 1), (128, 8, 5, 1), (128, 4, 4, 2),
+    )
+]  # fmt: skip
+PREFILL_TILES = [
+    TileConfig(block_m, block_n, num_warps, num_stages)
+    for block_m, block_n, num_warps, num_stages in (
+        (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (128, 32, 8, 5), (128, 64, 4, 3), (64, 64, 4, 3),
+        (64, 64, 4, 5), (64, 128, 4, 3), (256, 64, 8, 3),
+    )
+]  # fmt: skip
+
+
+def median_ms(calls: Sequence[Callable[[], object]]) -> float:
+    """Median milliseconds of one of `calls`, from a graph of all of them."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / len(calls))
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a device copy, read and written bytes both counted."""
+    source = torch.randint(0, 127, (2 << 30,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (median_ms([lambda: target.copy_(source)] * 4) / 1e3)
+
+
+def num_sets(bytes_each: int) -> int:
+    """How many input sets a measurement walks."""
+    return min(max(-(-ROTATED_BYTES // bytes_each), 2), 64)
+
+
+def attention_calls(num_requests: int, query_len: int, seq_len: int) -> list[Callable[[], torch.Tensor]]:
+    """Calls of paged attention over equal requests with scattered blocks, each with a cache of its own."""
+    blocks_each = -(-seq_len // BLOCK_SIZE)
+    num_blocks = num_requests * blocks_each
+    table = torch.randperm(num_blocks, device="cuda").int().view(num_requests, blocks_each)
+    lengths = {
+        "query_start_loc": torch.arange(0, num_requests + 1, dtype=torch.int32, device="cuda") * query_len,
+        "seq_lens": torch.full((num_requests,), seq_len, dtype=torch.int32, device="cuda"),
+        "block_tables": table,
+    }
+    hints = {
+        "num_decodes": num_requests if query_len == 1 else 0,
+        "max_query_len": query_len,
+        "max_seq_len": seq_len,
+        "scale": HEAD_DIM**-0.5,
+    }
+    q = torch.randn(num_requests * query_len, NUM_HEADS, HEAD_DIM, device="cuda").to(DTYPE)
+    out = torch.empty_like(q)
+    bytes_each = 2 * num_blocks * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM * ITEM_BYTES
+
+    def call(keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: ops.paged_attention(q, keys, values, **lengths, **hints, out=out)
+
+    calls = []
+    for _ in range(num_sets(bytes_each)):
+        caches = ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE, "cuda")
+        for cache in caches:
+            cache.transpose(1, 2).normal_()
+        calls.append(call(*caches))
+    return calls
+
+
+def decode_row(batch: int, bandwidth: float) -> dict[str, object]:
+    """Decode attention of all layers against its floor."""
+    milliseconds = NUM_LAYERS * median_ms(attention_calls(batch, 1, CONTEXT))
+    moved = NUM_LAYERS * batch * (2 * CONTEXT * NUM_KV_HEADS + 2 * NUM_HEADS) * HEAD_DIM * ITEM_BYTES
+    floor = moved / bandwidth * 1e3
+    return {"op": f"decode attention, {NUM_LAYERS} layers, batch {batch}", "ms": milliseconds, "floor_ms": floor}
+
+
+def prefill_row(num_requests: int, query_len: int, seq_len: int) -> dict[str, object]:
+    """Prefill attention of all layers."""
+    calls = attention_calls(num_requests, query_len, seq_len)
+    milliseconds = median_ms(calls)
+    pairs = num_requests * (query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2)
+    rate = 4 * pairs * NUM_HEADS * HEAD_DIM / (milliseconds / 1e3) / 1e12
+    name = f"prefill attention, {NUM_LAYERS} layers, {num_requests} x {query_len} of {seq_len}"
+    return {"op": name, "ms": NUM_LAYERS * milliseconds, "tflops": rate}
+
+
+def elementwise_calls(num_tokens: int) -> dict[str, tuple[int, Callable[[], Callable[[], object]]]]:
+    """By name: bytes one call must move, and a function that makes a call with inputs of its own."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").to(DTYPE)
+
+    def norm() -> Callable[[], object]:
+        x, residual, weight = random(num_tokens, HIDDEN), random(num_tokens, HIDDEN), random(HIDDEN)
+        return lambda: ops.add_rms_norm(x, residual, weight, 1e-5)
+
+    def silu() -> Callable[[], object]:
+        gate_up = random(num_tokens, 2 * INTERMEDIATE)
+        return lambda: ops.silu_mul(gate_up)
+
+    def rotary() -> Callable[[], object]:
+        sizes = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        q, k, v = random(num_tokens, sum(sizes), HEAD_DIM).split(sizes, dim=1)
+        caches = ops.allocate_kv_cache(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE, "cuda")
+        table = torch.randn(8192, HEAD_DIM, device="cuda")
+        positions = torch.randint(0, 8192, (num_tokens,), dtype=torch.int32, device="cuda")
+        slots = torch.randperm(num_tokens, device="cuda")
+        return lambda: ops.rotary_kv_write(q, k, v, table, positions, slots, *caches)
+
+    row = num_tokens * ITEM_BYTES
+    heads = 2 * NUM_HEADS + 5 * NUM_KV_HEADS
+    return {
+        "add_rms_norm": (4 * row * HIDDEN, norm),
+        "silu_mul": (3 * row * INTERMEDIATE, silu),
+        "rotary_kv_write": (row * heads * HEAD_DIM + 4 * num_tokens * HEAD_DIM, rotary),
+    }
+
+
+def elementwise_rows(num_tokens: int, bandwidth: float) -> Iterator[dict[str, object]]:
+    """Norm, activation and rotary embedding of one layer."""
+    for name, (moved, make) in elementwise_calls(num_tokens).items():
+        milliseconds = median_ms([make() for _ in range(num_sets(moved))])
+        yield {
+            "op": f"{name}, {num_tokens} tokens",
+            "ms": milliseconds,
+            "floor_ms": moved / bandwidth * 1e3,
+            "gb_per_s": moved / milliseconds / 1e6,
+        }
+
+
+@contextmanager
+def tiles(function: str, config: TileConfig) -> Iterator[None]:
+    """Lets `function` of the attention module choose `config`."""
+    with mock.patch.object(attention, function, return_value=config):
+        yield
+
+
+def sweep_rows(bandwidth: float) -> Iterator[dict[str, object]]:
+    """Attention with each of the listed tiles; one that does not fit the card is reported as such."""
+    for config in DECODE_TILES:
+        for batch in (1, 32, 256):
+            yield swept("decode_config", config, lambda batch=batch: decode_row(batch, bandwidth))
+    for config in PREFILL_TILES:
+        for prefill in PREFILLS[:2]:
+            yield swept("prefill_config", config, lambda prefill=prefill: prefill_row(*prefill))
+
+
+def swept(function: str, config: TileConfig, measure: Callable[[], dict[str, object]]) -> dict[str, object]:
+    """One row of a sweep, named after its tiles."""
+    name = (
+        f"m {config.block_m} n {config.block_n} warps {config.num_warps} stages {config.num_stages} "
+        f"programs {config.programs_per_sm}"
+    )
+    try:
+        with tiles(function, config):
+            row = measure()
+    except TritonError as error:
+        return {"op": f"{function} {name}", "failed": str(error).splitlines()[0][:80]}
+    return row | {"op": f"{row['op']}: {name}"}
+
+
+def rows(sweep: bool) -> Iterator[dict[str, object]]:
+    """Every row of the table, in order."""
+    bandwidth = copy_bandwidth()
+    yield {"op": "device copy", "gb_per_s": bandwidth / 1e9}
+    for num_tokens in (1, 256, 8192):
+        yield from elementwise_rows(num_tokens, bandwidth)
+    for batch in DECODE_BATCHES:
+        yield decode_row(batch, bandwidth)
+    for prefill in PREFILLS:
+        yield prefill_row(*prefill)
+    if sweep:
+        yield from sweep_rows(bandwidth)
+
+
+def formatted(row: dict[str, object]) -> str:
+    """One line of the table; empty where a column has no meaning."""
+    ms, floor = row.get("ms"), row.get("floor_ms")
+    ratio = ms / floor if isinstance(ms, float) and isinstance(floor, float) else None
+    cells = (
+        (ms, "9.4f"), (floor, "9.4f"), (ratio, "6.2f"), (row.get("gb_per_s"), "7.0f"), (row.get("tflops"), "6.0f"),
+    )  # fmt: skip
+    text = "  ".join(" " * int(form.split(".")[0]) if value is None else format(value, form) for value, form in cells)
+    return f"{row['op']!s:<86}{text}  {row.get('failed', '')}".rstrip()
+
+
+def main() -> None:
+    """Prints the table as it grows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="time attention with other tiles too")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    sys.stdout.write(f"{'':<86}{'ms':>9}  {'floor ms':>9}  {'x':>6}  {'GB/s':>7}  {'TF/s':>6}\n")
+    table = []
+    for row in rows(arguments.sweep):
+        table.append(row)
+        sys.stdout.write(formatted(row) + "\n")
+        sys.stdout.flush()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": table}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
