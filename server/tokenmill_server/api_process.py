@@ -16,14 +16,14 @@ import sys
 import time
 from pathlib import Path
 
-import setproctitle
 import uvloop
 
 from tokenmill_engine.config.model_files import read_tokenizer_facts
 from tokenmill_engine.errors import EngineDeadError, OverloadedError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, Serving, StartFailed
-from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned
+from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated
+from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.accept import ConnectionCounts
 from tokenmill_server.app import create_app
@@ -57,7 +57,6 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     arguments = parser.parse_args()
-    become_child("api server", arguments.parent_pid, signal.SIGTERM)
     channel: ControlChannel[ApiControl] = ControlChannel.from_fd(arguments.control_fd, ApiControl)
     try:
         start = channel.receive()
@@ -65,15 +64,17 @@ def main() -> None:
         sys.exit(1)
     if not isinstance(start, ApiServerStart):
         raise TypeError(f"the first message must be ApiServerStart, not {type(start).__name__}")
-    setproctitle.setproctitle(f"tokenmill: api server {start.client}")
-    _configure_logging(start.server.log_level)
+    # The handler comes first: from here on whoever ends us, the run directory does not stay behind.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: exit_terminated(channel, start.run_dir))
+    become_child(f"api server {start.client}", arguments.parent_pid, signal.SIGTERM, start.run_dir)
+    configure_logging(start.server.log_level, f"api server {start.client}")
     try:
         context = build_context(start)
     except TokenmillError as error:
         channel.send(StartFailed(str(error)))
         sys.exit(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(ApiServer(start, context, channel, arguments.parent_pid).run())
+        runner.run(ApiServer(start, context, channel).run())
 
 
 def build_context(start: ApiServerStart) -> ServerContext:
@@ -115,19 +116,16 @@ def load_template(start: ApiServerStart) -> ChatTemplate | None:
 class ApiServer:
     """Serves until the launcher says otherwise."""
 
-    def __init__(
-        self, start: ApiServerStart, context: ServerContext, channel: ControlChannel[ApiControl], parent_pid: int
-    ) -> None:
+    def __init__(self, start: ApiServerStart, context: ServerContext, channel: ControlChannel[ApiControl]) -> None:
         self._start = start
         self._context = context
         self._channel = channel
-        self._parent_pid = parent_pid
         self._messages: asyncio.Queue[ApiControl] = asyncio.Queue()
 
     async def run(self) -> None:
         """Accepts connections and follows the launcher's messages until the server is drained."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
+        loop.add_signal_handler(signal.SIGTERM, exit_terminated, self._channel, self._start.run_dir)
         counts = ConnectionCounts(
             Path(self._start.run_dir) / ACCEPT_COUNTS_FILE, self._start.server.api_server_count, self._start.client
         )
@@ -185,22 +183,12 @@ class ApiServer:
         await server.close()
         self._channel.send(Drained())
 
-    def _on_terminate(self) -> None:
-        """The launcher ends us, or the kernel says that it died."""
-        if os.getppid() != self._parent_pid:
-            exit_orphaned(self._start.run_dir)
-        os._exit(0)
-
 
 def _fingerprint(start: ApiServerStart) -> str:
     """Changes with whatever changes answers to the same request."""
     model = start.engine.model
     facts = f"{model.name} {model.path} {model.dtype} {start.server.chat_template}"
     return f"tokenmill-{VERSION}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
-
-
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 if __name__ == "__main__":

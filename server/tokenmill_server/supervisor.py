@@ -102,10 +102,13 @@ class EngineSupervisor:
 
 
 def stop_children(children: Iterable[ChildProcess[Any]]) -> None:
-    """SIGTERM, a moment later SIGKILL, to each child and whatever it started; returns when all are reaped."""
-    processes = [child.process for child in children if child.process.returncode is None]
-    for process in processes:
-        os.kill(process.pid, signal.SIGTERM)
+    """Tells each child to end, by SIGTERM and the end of its channel; a moment later kills it and whatever it
+    started. Returns when all are reaped."""
+    running = [child for child in children if child.process.returncode is None]
+    processes = [child.process for child in running]
+    for child in running:
+        os.kill(child.process.pid, signal.SIGTERM)
+        child.channel.close()
     deadline = time.monotonic() + _TERMINATE_GRACE_S
     while time.monotonic() < deadline and not all(_has_ended(process.pid) for process in processes):
         time.sleep(_STOP_POLL_S)

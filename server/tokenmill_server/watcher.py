@@ -52,6 +52,8 @@ class Watcher:
         self._selector = selectors.DefaultSelector()
         self._children: dict[ChildKey, ChildProcess[Any]] = {}
         self._pidfds: dict[ChildKey, int] = {}
+        self._talking: set[ChildKey] = set()
+        """Children whose channel is watched: it has not come to its end of file."""
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
 
     def __enter__(self) -> "Watcher":
@@ -74,6 +76,7 @@ class Watcher:
         self._pidfds[key] = pidfd
         self._selector.register(pidfd, selectors.EVENT_READ, key)
         self._selector.register(child.channel, selectors.EVENT_READ, key)
+        self._talking.add(key)
 
     def watch_signals(self, numbers: Iterable[signal.Signals]) -> "WatchedSignals":
         """Within the returned context these signals become `Signalled` events. Main thread only."""
@@ -103,14 +106,17 @@ class Watcher:
             while messages := child.channel.receive_available():
                 events += [Said(key, message) for message in messages]
         except ChannelClosedError:
-            if child.channel.fileno() in self._selector.get_map():
-                self._selector.unregister(child.channel)
+            self._stop_listening(key)
         return events
 
+    def _stop_listening(self, key: ChildKey) -> None:
+        if key in self._talking:
+            self._talking.remove(key)
+            self._selector.unregister(self._children[key].channel)
+
     def _forget(self, key: ChildKey) -> Exited:
+        self._stop_listening(key)
         child, pidfd = self._children.pop(key), self._pidfds.pop(key)
-        if child.channel.fileno() in self._selector.get_map():
-            self._selector.unregister(child.channel)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         child.channel.close()

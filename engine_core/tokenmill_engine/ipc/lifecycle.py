@@ -6,6 +6,7 @@ Two nets, because each has a hole. The kernel's parent-death signal is instant, 
 
 import ctypes
 import os
+import select
 import shutil
 import signal
 import sys
@@ -20,12 +21,16 @@ from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
+_CLOSE_WAIT_S = 1.0
+"""How much later than its death signal a dying parent closes its sockets, at most."""
 
 
-def become_child(title: str, parent_pid: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
+def become_child(
+    title: str, parent_pid: int, death_signal: signal.Signals = signal.SIGKILL, run_dir: str | None = None
+) -> None:
     """Set the process title, arrange for `death_signal` at the parent's death and leave Ctrl-C to the parent.
 
-    Call it first thing in the child's main thread. Exits at once if the parent is gone already.
+    Call it early in the child's main thread. If the parent is gone already, `run_dir` is removed and this exits.
     """
     set_title(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -34,6 +39,8 @@ def become_child(title: str, parent_pid: int, death_signal: signal.Signals = sig
         if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
+        if run_dir is not None:
+            exit_orphaned(run_dir)
         os._exit(1)
 
 
@@ -60,6 +67,19 @@ def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], ru
     thread = threading.Thread(target=watch, name="parent-watcher", daemon=True)
     thread.start()
     return thread
+
+
+def exit_terminated(channel: ControlChannel[T], run_dir: str) -> NoReturn:
+    """End this process after SIGTERM. If it was the parent's death signal, `run_dir` is removed first.
+
+    The parent's number tells nothing yet: the kernel sends the signal when the thread that started us ends, and
+    until its last thread has ended the parent is still there. The channel's end of file follows a moment later.
+    """
+    poller = select.poll()
+    poller.register(channel.fileno(), select.POLLRDHUP)
+    if poller.poll(_CLOSE_WAIT_S * 1000):
+        exit_orphaned(run_dir)
+    os._exit(0)
 
 
 def exit_orphaned(run_dir: str) -> NoReturn:

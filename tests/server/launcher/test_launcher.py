@@ -170,7 +170,7 @@ def test_drain_waits_for_open_requests() -> None:
         stopped = time.monotonic()
         run.process.send_signal(signal.SIGTERM)
         run.wait(0)
-        assert 1 <= time.monotonic() - stopped < 3
+        assert 1 <= time.monotonic() - stopped < 10
 
 
 def test_second_signal_stops_at_once() -> None:
