@@ -8,6 +8,7 @@ The device of the first argument chooses the backend. Activations, weights and c
 unless stated otherwise; arithmetic accumulates in float32. Matrices are row-major with contiguous rows.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -194,6 +195,8 @@ def allocate_kv_cache(
     Rows of one head in one block are contiguous in memory: kernels walk a head's keys in long runs.
     """
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    keys = torch.zeros(shape, dtype=dtype, device=device)
-    values = torch.zeros(shape, dtype=dtype, device=device)
+    if torch.device(device).type == "cpu":
+        keys, values = (cpu.allocate(math.prod(shape), dtype).view(shape) for _ in range(2))
+    else:
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
     return keys.transpose(1, 2), values.transpose(1, 2)

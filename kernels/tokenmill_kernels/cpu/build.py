@@ -132,29 +132,35 @@ def _compile(compiler: str, library: Path) -> None:
     """Compiles every source at once, links them, and moves the result into place in one step."""
     logger.info("Compiling the CPU kernels with %s (once; a few seconds)", compiler)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
-        objects: list[str] = []
-        running: list[subprocess.Popen[str]] = []
-        for source in _sources():
-            if source.suffix != ".cpp":
-                continue
-            objects.append(f"{folder}/{source.stem}.o")
-            command = [compiler, *FLAGS, "-c", str(source), "-o", objects[-1]]
-            running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-        errors = [process.communicate(timeout=_TIMEOUT_S)[1] for process in running]
-        for process, error in zip(running, errors, strict=True):
-            if process.returncode != 0:
-                raise BuildError(f"{compiler} refused the CPU kernels: {_first_error(error)}")
-        linked = f"{folder}/{library.name}"
-        result = subprocess.run(
-            [compiler, "-shared", "-pthread", *objects, "-o", linked],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
+        sources = [path for path in _sources() if path.suffix == ".cpp"]
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        _run_all(
+            [[compiler, *FLAGS, "-c", str(source), "-o", out] for source, out in zip(sources, objects, strict=True)]
         )
-        if result.returncode != 0:
-            raise BuildError(f"{compiler} could not link the CPU kernels: {_first_line(result.stderr)}")
+        linked = f"{folder}/{library.name}"
+        _run_all([[compiler, "-shared", "-pthread", *objects, "-o", linked]])
         os.replace(linked, library)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Runs compiler commands side by side and waits for all of them.
+
+    Raises:
+        BuildError: one of them failed.
+    """
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        errors = [process.communicate(timeout=_TIMEOUT_S)[1] for process in running]
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{commands[0][0]} took more than {_TIMEOUT_S} seconds") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, error in zip(running, errors, strict=True):
+        if process.returncode != 0:
+            raise BuildError(f"{commands[0][0]} refused the CPU kernels: {_first_error(error)}")
 
 
 def _first_line(text: str) -> str:

@@ -19,7 +19,20 @@ from tokenmill_kernels.cpu.library import (
     check,
     load,
 )
-from tokenmill_kernels.cpu.packed import PackedWeight, can_pack, pack
+from tokenmill_kernels.cpu.packed import PackedWeight, allocate, can_pack, pack
+
+__all__ = [
+    "add_rms_norm",
+    "allocate",
+    "embedding",
+    "linear",
+    "linear_argmax",
+    "pack_linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_kv_write",
+    "silu_mul",
+]
 
 MAX_HEAD_DIM = 512
 MAX_GROUP = 64

@@ -95,6 +95,8 @@ struct TrackBest {
   Best* best;  // [num_rows]
   int out_features;
 
+  TOKENMILL_INLINE void prepare(int, int, int, int) const {}
+
   // Threads see features out of order: of equals the lower feature must win.
   void operator()(const Block& block) const {
     for (int column = 0; column < block.columns; column += kLanes) {

@@ -10,6 +10,9 @@
 
 namespace tokenmill {
 
+// How far ahead keys are fetched: the time of a memory access. Values are fetched while keys are scored.
+constexpr int kPrefetchKeys = 64;
+
 template <class T>
 struct RowScratch {
   float* scores;  // [head of the group][key]
@@ -50,8 +53,10 @@ class RowKernel {
       }
       return;
     }
+    for (int key = base_; key < end_ && key < base_ + kPrefetchKeys; key += kLanes) prefetch_rows(layer_.keys, key);
     for (int key = base_; key < end_; key += kLanes) {
-      prefetch_rows(layer_.keys, key + kLanes);
+      prefetch_rows(layer_.keys, key + kPrefetchKeys);
+      prefetch_rows(layer_.values, key);
       score_keys(key);
     }
     for (int head = 0; head < shape_.group(); ++head) weigh(head);
@@ -73,12 +78,12 @@ class RowKernel {
   }
 
   // The 16 rows from `key` on lie in one block.
-  void prefetch_rows(const PagedCache<const T>& cache, int key) const {
+  TOKENMILL_INLINE void prefetch_rows(const PagedCache<const T>& cache, int key) const {
     if (key >= end_) return;
     const T* rows = rows_at(cache, key);
     for (int row = 0; row < kLanes; ++row) {
       const char* from = reinterpret_cast<const char*>(rows + row * cache.row_stride);
-      for (size_t byte = 0; byte < shape_.head_dim * sizeof(T); byte += 64) prefetch(from + byte);
+      for (size_t byte = 0; byte < shape_.head_dim * sizeof(T); byte += 64) prefetch_near(from + byte);
     }
   }
 
@@ -146,7 +151,6 @@ class RowKernel {
   void add_values_at(int head, int d) {
     F32x16 sums_now[NumHeads][Vectors] = {};
     for (int key = base_; key < end_; key += kLanes) {
-      if (head == 0 && d == 0) prefetch_rows(layer_.values, key + kLanes);
       const T* rows = rows_at(layer_.values, key) + d;
       const T* weights = scratch_.weights + head * kContextPiece + key - base_;
       const int count = std::min(kLanes, end_ - key);

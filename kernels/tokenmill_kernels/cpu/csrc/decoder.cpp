@@ -19,6 +19,11 @@ struct AddToResidual {
   const T* bias;
   int hidden_size;
 
+  TOKENMILL_INLINE void prepare(int row, int rows, int column, int columns) const {
+    fetch_rows(residual + static_cast<ptrdiff_t>(row) * hidden_size + column, hidden_size, rows,
+               std::min(columns, hidden_size - column));
+  }
+
   void operator()(const Block& block) const {
     for (int column = 0; column < block.columns; column += kLanes) {
       const int feature = block.first_column + column;
@@ -40,6 +45,11 @@ struct StoreGated {
   const T* gate_bias;
   const T* up_bias;
   int intermediate_size;
+
+  TOKENMILL_INLINE void prepare(int row, int rows, int column, int columns) const {
+    fetch_rows(out + static_cast<ptrdiff_t>(row) * intermediate_size + column / 2, intermediate_size, rows,
+               std::min(columns / 2, intermediate_size - column / 2));
+  }
 
   void operator()(const Block& block) const {
     for (int column = 0; column < block.columns; column += 2 * kLanes) {

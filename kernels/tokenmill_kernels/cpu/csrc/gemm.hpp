@@ -45,6 +45,8 @@ struct Block {
 
 constexpr int kSmallProductRows = 64;
 constexpr int kRowsPerTask = 192;
+// With fewer rows there is less arithmetic than memory traffic, and the processor's own prefetching does better.
+constexpr int kFetchAheadRows = 6;
 
 template <class T, int Panels, class Finish>
 void multiply_panels(const Rows<T>& a, int first_row, int end_row, const PackedMatrix<T>& weight, int panel,
@@ -57,6 +59,7 @@ void multiply_panels(const Rows<T>& a, int first_row, int end_row, const PackedM
     const int rows = tile_rows(end_row - row, kMaxTileRows<Panels>);
     const int32_t* units = reinterpret_cast<const int32_t*>(a.data) + row * a_stride;
     const Upcoming ahead{upcoming, upcoming ? pass * Panels / passes : 0, upcoming ? (pass + 1) * Panels / passes : 0};
+    finish.prepare(row, rows, panel * kLanes, Panels * kLanes);
     product_tile<T, Panels>(rows, {units, a_stride, 1}, {weight.panel(panel), weight.panel_units()}, weight.units(),
                             ahead, values);
     finish(Block{values, Panels * kLanes, row, rows, panel * kLanes, Panels * kLanes});
@@ -64,13 +67,15 @@ void multiply_panels(const Rows<T>& a, int first_row, int end_row, const PackedM
   }
 }
 
-// finish(block) is called once for every block of the product, from any thread; gate and up panels that alternate
-// (see decoder.cpp) always come in pairs.
+// finish(block) is called once for every block of the product, from any thread; panels come in pairs where their
+// number is even. finish.prepare(row, rows, column, columns) announces the block before its values are computed, time
+// enough to fetch the memory it will write.
 template <class T, class Finish>
 void multiply(Worker& worker, const Rows<T>& a, const PackedMatrix<T>& weight, Finish&& finish) {
   const int panels = weight.panels();
   const bool small = a.count <= kSmallProductRows;
   const int group = small && panels < 64 * worker.count() ? 2 : 4;
+  const bool fetch_ahead = small && a.count >= kFetchAheadRows;
   const int groups = ceil_div(panels, group);
   const int chunks = small ? 1 : ceil_div(a.count, kRowsPerTask);
   worker.for_each(groups * chunks, [&](int task) {
@@ -78,7 +83,7 @@ void multiply(Worker& worker, const Rows<T>& a, const PackedMatrix<T>& weight, F
     const int first_row = static_cast<int>(static_cast<int64_t>(a.count) * chunk / chunks);
     const int end_row = static_cast<int>(static_cast<int64_t>(a.count) * (chunk + 1) / chunks);
     const int first = task / chunks * group, end = std::min(first + group, panels);
-    const int32_t* upcoming = small && end + group <= panels ? weight.panel(end) : nullptr;
+    const int32_t* upcoming = fetch_ahead && end + group <= panels ? weight.panel(end) : nullptr;
     for (int panel = first; panel < end;) {
       if (end - panel >= 4) {
         multiply_panels<T, 4>(a, first_row, end_row, weight, panel, upcoming, finish);
@@ -105,6 +110,15 @@ void copy_packed_row(const PackedMatrix<T>& matrix, int64_t feature, Out* out) {
   }
 }
 
+// Fetches `columns` elements of some rows for writing.
+template <class Out>
+TOKENMILL_INLINE void fetch_rows(const Out* first, ptrdiff_t stride, int rows, int columns) {
+  constexpr int kLine = 64 / sizeof(Out);
+  for (int row = 0; row < rows; ++row, first += stride) {
+    for (int column = 0; column < columns; column += kLine) prefetch_write(first + column);
+  }
+}
+
 // Writes the block plus `bias` (may be null) to `out`, rows `out_stride` apart.
 template <class Out, class T>
 struct StoreBlock {
@@ -112,6 +126,10 @@ struct StoreBlock {
   ptrdiff_t out_stride;
   const T* bias;
   int out_features;
+
+  TOKENMILL_INLINE void prepare(int row, int rows, int column, int columns) const {
+    fetch_rows(out + row * out_stride + column, out_stride, rows, std::min(columns, out_features - column));
+  }
 
   void operator()(const Block& block) const {
     for (int column = 0; column < block.columns; column += kLanes) {

@@ -33,7 +33,7 @@ void product_tile_of(TileRows rows, TilePanels panels, int units, Upcoming upcom
       const int count = units - k < kPrefetchUnits ? units - k : kPrefetchUnits;
       for (int panel = upcoming.first; panel < upcoming.end; ++panel) {
         const int32_t* next = upcoming.data + panel * panels.panel_stride + k * kLanes;
-        for (int line = 0; line < count; ++line) prefetch(next + line * kLanes);
+        for (int line = 0; line < count; ++line) prefetch_far(next + line * kLanes);
       }
       accumulate<T>(sums, rows.data + k * rows.step, rows, panels.data + k * kLanes, panels.panel_stride, count);
     }

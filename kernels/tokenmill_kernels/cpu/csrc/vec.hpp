@@ -291,6 +291,12 @@ TOKENMILL_INLINE I32x16 pair_values(const BFloat16* first, const BFloat16* secon
   return (I32x16)(low | (high << 16));
 }
 
-TOKENMILL_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+// Starts to fetch a cache line to the first or the second level. A function that does nothing else must be inlined too:
+// GCC sees no effect in it and would drop calls to it.
+TOKENMILL_INLINE void prefetch_near(const void* address) { __builtin_prefetch(address, 0, 3); }
+TOKENMILL_INLINE void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// For memory that will be written.
+TOKENMILL_INLINE void prefetch_write(const void* address) { __builtin_prefetch(address, 1, 3); }
 
 }  // namespace tokenmill
