@@ -1,5 +1,6 @@
 """The worker on a CUDA device: the tokens of the CPU, graphs on and off, steps ahead, no waiting, memory."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,14 +89,17 @@ def test_logprobs_equal_the_cpu(budget: int) -> None:
 
 @contextmanager
 def refuse_synchronization() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # It says that it does not detect everything yet.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("params", [GREEDY, *SAMPLED], ids=str)
+@pytest.mark.parametrize("params", [GREEDY, *SAMPLED], ids=range(1 + len(SAMPLED)))
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_no_step_waits_for_the_device(params: SamplingParams, enforce_eager: bool) -> None:
     on = worker("cuda", enforce_eager)
