@@ -34,8 +34,8 @@ _PROGRESS_INTERVAL_S = 5.0
 """Between lines of progress when nobody watches a terminal."""
 
 
-def load_model(config: ModelConfig, device: torch.device) -> DenseDecoder:
-    """The model of `config`, loaded on `device`, ready for `forward`.
+def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = True) -> DenseDecoder:
+    """The model of `config`, loaded on `device`, ready for `forward`. `allow_fused` is passed to `finalize`.
 
     Raises ConfigError if a file is broken or its tensors are not those of the architecture.
     """
@@ -43,14 +43,15 @@ def load_model(config: ModelConfig, device: torch.device) -> DenseDecoder:
     model = model_class(config.architecture.name)(config, device)
     load_weights(model, config)
     loaded = time.monotonic()
-    model.finalize()
+    model.finalize(allow_fused)
     logger.info(
-        "loaded %s (%s, %.0f M parameters, %s on %s): %.2f s, packing %.2f s",
+        "loaded %s (%s, %.0f M parameters, %s on %s, layers run %s): %.2f s, packing %.2f s",
         config.name,
         config.architecture.name,
         config.architecture.num_parameters / 1e6,
         config.dtype,
         device,
+        "as one call" if model.is_fused else "one by one",
         loaded - started,
         time.monotonic() - loaded,
     )

@@ -49,7 +49,7 @@ class Worker:
                 CpuBackend(config) if config.device.kind == "cpu" else CudaBackend(config, self._device_index)
             )
         with self._phase("load"):
-            model = load_model(config.model, backend.device)
+            model = load_model(config.model, backend.device, allow_fused=not config.device.enforce_eager)
             groups = group_layers(model.kv_specs)
             tables = SlotTables(self._slot_shape(len(groups)), backend.device)
         with self._phase("profile"):

@@ -313,7 +313,7 @@ _DEVICE = (
         Group.DEVICE,
         boolean,
         False,
-        "Run without CUDA graphs and without the fused CPU decoder: slower, easier to debug",
+        "Run layer by layer, without CUDA graphs and without the fused CPU decoder: slower, easier to debug",
         "device.enforce_eager",
         arity=Arity.SWITCH,
     ),
