@@ -1,0 +1,67 @@
+import math
+from typing import Any
+
+import pytest
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.processing.sampling_checks import check_sampling
+
+VOCAB_SIZE = 100
+
+
+def check(max_logprobs: int = 20, **fields: Any) -> None:
+    check_sampling(SamplingParams(**fields), VOCAB_SIZE, max_logprobs)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1},
+        {"temperature": 2.0, "top_k": 10**6, "min_p": 1.0, "presence_penalty": -2, "frequency_penalty": 2.0},
+        {"n": 16384, "seed": -(2**63), "max_tokens": 1, "min_tokens": 1},
+        {"seed": 2**63 - 1, "max_tokens": None, "min_tokens": 5},
+        {"logit_bias": {0: 100.0, 99: -100.0}, "allowed_token_ids": (0, 99), "stop_token_ids": (99,)},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"n": 3, "temperature": 0.0},
+    ],
+)
+def test_accepted(fields: dict[str, Any]) -> None:
+    check(**fields)
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        *[("temperature", value) for value in (-0.1, 2.1, math.nan, math.inf, True, "1")],
+        *[("top_p", value) for value in (0.0, 1.1, math.nan)],
+        *[("top_k", value) for value in (-2, 1.5, True)],
+        *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
+        *[("presence_penalty", value) for value in (-2.1, 2.1, math.nan)],
+        *[("frequency_penalty", value) for value in (-2.1, 2.1, math.inf)],
+        *[("repetition_penalty", value) for value in (0.0, -1.0, math.nan, math.inf)],
+        *[("seed", value) for value in (2**63, -(2**63) - 1, 1.5)],
+        *[("n", value) for value in (0, -1, 16385, 1.0)],
+        *[("max_tokens", value) for value in (0, -1)],
+        *[("min_tokens", value) for value in (-1, 17)],
+        *[("stop", value) for value in (("",), (1,))],
+        *[("stop_token_ids", value) for value in ((-1,), (100,), (True,))],
+        *[("logit_bias", value) for value in ({100: 1.0}, {-1: 1.0}, {1: math.nan}, {1: 101.0})],
+        *[("allowed_token_ids", value) for value in ((), (100,))],
+        *[("bad_words", value) for value in (("",), ("x",) * 129)],
+        *[("logprobs", value) for value in (-1, 21)],
+        *[("prompt_logprobs", value) for value in (-1, 21)],
+    ],
+)
+def test_refused_by_name(param: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check(**{param: value})
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+def test_no_limit_on_logprobs() -> None:
+    check(max_logprobs=-1, logprobs=-1, prompt_logprobs=VOCAB_SIZE)
+    with pytest.raises(InvalidRequestError):
+        check(max_logprobs=-1, logprobs=VOCAB_SIZE + 1)

@@ -1,0 +1,172 @@
+"""The engine client and the generator against an engine that speaks the real protocol."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.support.echo_engine import POISON, EchoEngine, echo_tokens, made_up_logprob
+from tokenmill_engine.config.model_files import embedded_model_path
+from tokenmill_engine.errors import EngineDeadError, EngineError, TokenmillError
+from tokenmill_engine.messages import FinishReason, SamplingParams
+from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.processing.generation import GenerationRequest, TokenLogprob
+from tokenmill_server.processing.output_processor import Choice
+from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
+from tokenmill_server.text_generator import TextGenerator
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(str(embedded_model_path()))
+
+
+@asynccontextmanager
+async def generating(
+    tokenizer: Tokenizer, num_engines: int = 1, **options: Any
+) -> AsyncIterator[tuple[TextGenerator, list[EchoEngine]]]:
+    with tempfile.TemporaryDirectory(prefix="tokenmill-test-") as run_dir:
+        engines = [EchoEngine(run_dir, index, **options).start() for index in range(num_engines)]
+        generator = TextGenerator(EngineClient(run_dir, 0, 0, num_engines), tokenizer)
+        await generator.connect()
+        try:
+            yield generator, engines
+        finally:
+            generator.disconnect()
+            for engine in engines:
+                engine.stop()
+
+
+def request(tokenizer: Tokenizer, text: str, **sampling: Any) -> GenerationRequest:
+    options = {"temperature": 0.0, "max_tokens": 8, **sampling}
+    return GenerationRequest("label", tokenizer.encode(text), SamplingParams(**options), 0.0, text)
+
+
+async def wait_until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_complete(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, _):
+        output = await generator.complete(request(tokenizer, "one two three", max_tokens=4))
+        assert output.outputs[0].text == "one two threeone"
+        assert output.outputs[0].token_ids == echo_tokens(list(output.prompt_token_ids), 4)
+        assert output.outputs[0].finish_reason is FinishReason.LENGTH
+        assert output.outputs[0].logprobs is None
+        assert generator.num_open == 0
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+async def test_many_at_once_over_two_engines(tokenizer: Tokenizer, tokens_per_step: int) -> None:
+    async with generating(tokenizer, 2, tokens_per_step=tokens_per_step) as (generator, engines):
+        texts = [f"word {index} and more" for index in range(40)]
+        outputs = await generator.complete_all([request(tokenizer, text, max_tokens=20) for text in texts])
+        for text, output in zip(texts, outputs, strict=True):
+            assert output.outputs[0].token_ids == echo_tokens(tokenizer.encode(text), 20)
+        assert [len(engine.added) for engine in engines] == [20, 20]
+
+
+async def test_choices_of_a_seed_differ_and_repeat(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, (engine,)):
+        wanted = request(tokenizer, "one two three four five six", n=4, seed=7, temperature=1.0)
+        first, second = [await generator.complete(wanted) for _ in range(2)]
+        assert [one.text for one in first.outputs] == [one.text for one in second.outputs]
+        assert len({one.text for one in first.outputs}) > 1
+        assert [added.sampling.seed for added in engine.added[:4]] == [7, 8, 9, 10]
+        assert all(added.sampling.n == 1 for added in engine.added)
+        assert len({added.request_id for added in engine.added}) == 8
+
+
+async def test_logprobs(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, _):
+        output = await generator.complete(request(tokenizer, "one two three", logprobs=2, prompt_logprobs=0))
+        entries = output.outputs[0].logprobs
+        assert entries is not None
+        assert output.prompt_logprobs is not None
+        assert "".join(entry.text for entry in entries) == output.outputs[0].text
+        assert [entry.logprob for entry in entries] == [made_up_logprob(entry.token_id) for entry in entries]
+        assert [len(entry.top) for entry in entries] == [2] * 8
+        assert output.prompt_logprobs[0] is None
+        assert [entry and entry.token_id for entry in output.prompt_logprobs[1:]] == tokenizer.encode("one two three")[
+            1:
+        ]
+
+
+async def test_a_stop_string_frees_the_engine(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, (engine,)):
+        output = await generator.complete(request(tokenizer, "one two three", stop=(" three",), max_tokens=10**6))
+        assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("one two", " three")
+        await wait_until(lambda: engine.num_running == 0)
+        assert [reason for _, reason in engine.aborted] == [FinishReason.STOP]
+
+
+async def test_a_cancelled_caller_stops_all_choices(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, (engine,)):
+        task = asyncio.create_task(generator.complete(request(tokenizer, "one two", n=4, max_tokens=10**6)))
+        await wait_until(lambda: engine.num_running == 4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await wait_until(lambda: engine.num_running == 0)
+        assert generator.num_open == 0
+        assert [reason for _, reason in engine.aborted] == [FinishReason.ABORT] * 4
+
+
+async def test_a_request_that_fails_in_the_engine_fails_alone(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, _):
+        poisoned = GenerationRequest("bad", [POISON, 504], SamplingParams(max_tokens=5), 0.0)
+        good = asyncio.create_task(generator.complete(request(tokenizer, "one two three")))
+        with pytest.raises(EngineError, match="not numbers"):
+            await generator.complete(poisoned)
+        assert (await good).outputs[0].text.startswith("one two three")
+
+
+async def test_death_of_an_engine_fails_its_requests_at_once(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer, 2) as (generator, engines):
+        lost, kept = [
+            asyncio.create_task(generator.complete(request(tokenizer, "one two", max_tokens=limit), engine))
+            for engine, limit in ((0, 10**6), (1, 50))
+        ]
+        await wait_until(lambda: engines[0].num_running == 1)
+        generator.engine_died(0, "engine core 0 was killed")
+        with pytest.raises(EngineDeadError, match="engine core 0 was killed"):
+            await lost
+        assert (await kept).outputs[0].finish_reason is FinishReason.LENGTH
+        with pytest.raises(EngineDeadError):
+            await generator.complete(request(tokenizer, "one"), 0)
+
+
+async def test_a_listener_that_raises_fails_its_request_alone(tokenizer: Tokenizer) -> None:
+    class Broken:
+        def __init__(self) -> None:
+            self.error: TokenmillError | None = None
+
+        def on_delta(
+            self, choice: Choice, text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob] | None
+        ) -> None:
+            raise RuntimeError("a bug")
+
+        def on_error(self, error: TokenmillError) -> None:
+            self.error = error
+
+    async with generating(tokenizer) as (generator, (engine,)):
+        broken = Broken()
+        generator.start(request(tokenizer, "one two", max_tokens=10**6), broken)
+        output = await generator.complete(request(tokenizer, "one two three"))
+        assert output.outputs[0].text.startswith("one two three")
+        assert isinstance(broken.error, EngineError)
+        await wait_until(lambda: engine.num_running == 0)
+
+
+async def test_before_the_engines_are_connected(tokenizer: Tokenizer) -> None:
+    generator = TextGenerator(EngineClient("/nowhere", 0, 0, 1), tokenizer)
+    with pytest.raises(EngineDeadError):
+        await generator.complete(request(tokenizer, "one"))
+    generator.disconnect()
