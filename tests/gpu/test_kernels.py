@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 
+from tests.support.device_waits import refuse_synchronization
 from tests.support.kernel_inputs import (
     PagedBatch,
     PagedShape,
@@ -41,22 +42,13 @@ def compiled() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def without_sync(call: Callable[[], T]) -> T:
-    """Result of `call`, which must not wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     """A graph of `call`, after a run that compiles its kernels."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = without_sync(call)
+    with torch.cuda.graph(graph), refuse_synchronization():
+        result = call()
     return graph, result
 
 
@@ -162,9 +154,8 @@ def check(batch: PagedBatch, **options: Any) -> None:
     options.setdefault("scale", batch.q.shape[-1] ** -0.5)
     num_tokens = int(batch.lengths["query_start_loc"][-1])
     out = poisoned(*batch.q.shape, like=batch.q)
-    without_sync(
-        lambda: ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options, out=out)
-    )
+    with refuse_synchronization():
+        ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options, out=out)
     expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options)
     assert_near(out[:num_tokens], expected[:num_tokens])
 

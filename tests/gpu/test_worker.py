@@ -1,8 +1,5 @@
 """The worker on a CUDA device: the tokens of the CPU, graphs on and off, steps ahead, no waiting, memory."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -10,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.device_waits import refuse_synchronization
 from tests.support.generations import NUM_OUTPUT, SAMPLED, prompts
 from tests.support.model_loading import model_config
 from tests.support.step_driver import GREEDY, Generation, StepDriver
@@ -85,18 +83,6 @@ def test_logprobs_equal_the_cpu(budget: int) -> None:
             for attribute in ("token_ids", "logprobs", "ranks"):
                 a, b = (np.concatenate([getattr(rows, attribute) for rows in pieces]) for pieces in (mine, reference))
                 np.testing.assert_allclose(a, b, atol=1e-4)
-
-
-@contextmanager
-def refuse_synchronization() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # It says that it does not detect everything yet.
-        warnings.simplefilter("ignore", UserWarning)
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("params", [GREEDY, *SAMPLED], ids=range(1 + len(SAMPLED)))
