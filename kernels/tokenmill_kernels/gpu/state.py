@@ -61,7 +61,7 @@ class StepTokens:
 
 @triton.jit
 def _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row):
-    """(first token, number of new tokens, slot as int64, computed tokens) of a request."""
+    """(first token, number of new tokens, slot as int64, computed tokens) of a request; all counts 0 in padding."""
     start = tl.load(query_start_loc_ptr + row)
     count = tl.load(query_start_loc_ptr + row + 1) - start
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -81,7 +81,7 @@ def _expand_tokens_kernel(
     if row < num_requests:
         start, count, slot, computed = _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row)
         if tl.program_id(1) == 0:
-            tl.store(seq_lens_ptr + row, tl.where(count > 0, computed + count, 0))
+            tl.store(seq_lens_ptr + row, computed + count)
         for done in range(0, count, step):
             tokens = done + lanes
             inside = tokens < count
@@ -118,7 +118,7 @@ def _expand_blocks_kernel(
     if row < num_requests:
         start, count, slot, computed = _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row)
         slot_table_ptr = table_ptr + slot * table_stride
-        num_blocks = tl.where(count > 0, tl.cdiv(computed + count, block_size), 0)
+        num_blocks = tl.cdiv(computed + count, block_size)
         for done in range(0, num_blocks, step):
             columns = done + lanes
             blocks = tl.load(slot_table_ptr + columns, mask=columns < num_blocks, other=0)

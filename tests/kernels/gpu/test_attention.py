@@ -90,6 +90,7 @@ def test_a_batch_of_chunks_under_the_hint_of_one_decode() -> None:
     check(paged_batch(PagedShape(4, 2, 64), CHUNKS, num_decodes=1))
 
 
+@pytest.mark.slow
 def test_more_requests_than_are_summed_at_once() -> None:
     nothing = [(0, 0)] * 260
     check(paged_batch(PagedShape(1, 1, 16), [*nothing, (1, 9), (1, 200), (2, 30), (20, 20)], num_decodes=1))
