@@ -35,8 +35,8 @@ from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.tokenizer import load_tokenizer
 from tokenmill_server.readiness import Phase, Readiness
-from tokenmill_server.routes.operations import VERSION
 from tokenmill_server.text_generator import TextGenerator
+from tokenmill_server.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def _fingerprint(start: ApiServerStart) -> str:
     """Changes with whatever changes answers to the same request."""
     model = start.engine.model
     facts = f"{model.name} {model.path} {model.dtype} {start.server.chat_template}"
-    return f"tokenmill-{VERSION}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+    return f"tokenmill-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tokenmill_server.routes.completions import create_completion
 from tokenmill_server.routes.models import list_models, retrieve_model
 from tokenmill_server.routes.replying import ClientGoneError, error_response
 from tokenmill_server.routes.tokenization import detokenize, tokenize
+from tokenmill_server.version import __version__
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -39,7 +40,7 @@ class _PlainRoute(APIRoute):
 
 def create_app(context: ServerContext) -> ASGIApp:
     """All routes, errors in OpenAI's shape for each of them."""
-    app = FastAPI(title="Tokenmill", version=operations.VERSION, redirect_slashes=False)
+    app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False)
     app.state.context = context
     app.router.route_class = _PlainRoute
     _add_routes(app)

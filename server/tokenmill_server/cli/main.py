@@ -2,7 +2,6 @@
 every mistake on the command line answer at once."""
 
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from tokenmill_engine.errors import TokenmillError
+from tokenmill_server.version import __version__
 
 _USAGE = """\
 usage: tokenmill COMMAND [arguments]
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(_USAGE)
         return 0
     if command in ("--version", "-v", "version"):
-        sys.stdout.write(f"tokenmill {importlib.metadata.version('tokenmill')}\n")
+        sys.stdout.write(f"tokenmill {__version__}\n")
         return 0
     if command not in _COMMANDS:
         return _fail(f"unknown command {command!r}; commands are {', '.join(_COMMANDS)}", status=2)

@@ -1,7 +1,5 @@
 """What operators and probes ask: /health, /ping, /version, /metrics"""
 
-import importlib.metadata
-
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -10,10 +8,9 @@ from tokenmill_engine.metrics import CONTENT_TYPE, render_metrics
 from tokenmill_server.context import context_of
 from tokenmill_server.readiness import Phase
 from tokenmill_server.routes.bodies import json_reply
+from tokenmill_server.version import __version__
 
 _RETRY_AFTER_S = "1"
-
-VERSION = importlib.metadata.version("tokenmill")
 
 
 async def health(request: Request) -> Response:
@@ -27,7 +24,7 @@ async def health(request: Request) -> Response:
 
 
 async def version(_request: Request) -> Response:
-    return json_reply({"version": VERSION})
+    return json_reply({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:
