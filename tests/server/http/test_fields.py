@@ -1,0 +1,224 @@
+"""Every sampling field reaches the engine or is refused by name; nothing is dropped in silence."""
+
+import dataclasses
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
+from tests.support.sse import is_error, post_stream
+from tokenmill_engine.config.engine import SchedulerConfig
+
+PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL_NAME, "prompt": "one two three", "max_tokens": 2, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"top_p": 0.5}, "top_p", 0.5),
+        ({"top_k": 5}, "top_k", 5),
+        ({"min_p": 0.1}, "min_p", 0.1),
+        ({"presence_penalty": 1}, "presence_penalty", 1.0),
+        ({"frequency_penalty": -1.5}, "frequency_penalty", -1.5),
+        ({"repetition_penalty": 1.2}, "repetition_penalty", 1.2),
+        ({"seed": 42}, "seed", 42),
+        ({"seed": -1}, "seed", None),
+        ({"max_tokens": 3.0}, "max_tokens", 3),
+        ({"min_tokens": 2}, "min_tokens", 2),
+        ({"stop_token_ids": [7]}, "stop_token_ids", (7,)),
+        ({"ignore_eos": True}, "ignore_eos", True),
+        ({"logit_bias": {"7": 5, "8": -500}}, "logit_bias", {7: 5.0, 8: -100.0}),
+        ({"allowed_token_ids": [1, 2]}, "allowed_token_ids", (1, 2)),
+        ({"bad_words": [" one"]}, "bad_words_token_ids", None),
+        ({"logprobs": 3}, "logprobs", 3),
+    ],
+)
+def test_reaches_the_engine(
+    client: httpx.Client, server: Server, fields: dict[str, Any], name: str, value: Any
+) -> None:
+    assert client.post(PATH, json=completion(**fields)).status_code == 200
+    sent = getattr(server.engines[0].added[-1].sampling, name)
+    assert sent == value if name != "bad_words_token_ids" else len(sent) == 2
+
+
+def test_salt_and_label_reach_the_engine(client: httpx.Client, server: Server) -> None:
+    client.post(PATH, json=completion(cache_salt="tenant 1", request_id="mine"))
+    assert server.engines[0].added[-1].cache_salt == "tenant 1"
+    assert server.engines[0].added[-1].label == "mine"
+
+
+def test_truncation_and_special_tokens(client: httpx.Client) -> None:
+    body = client.post(PATH, json=completion(truncate_prompt_tokens=2, echo=True, max_tokens=1)).json()
+    assert body["usage"]["prompt_tokens"] == 2
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "add_special_tokens": True}
+    assert client.post(CHAT, json=chat).status_code == 200
+
+
+def test_special_tokens_are_hidden_unless_asked_for(client: httpx.Client) -> None:
+    body = completion(prompt=[1, 504], max_tokens=2, temperature=0)
+    assert client.post(PATH, json=body).json()["choices"][0]["text"] == "The"
+    shown = client.post(PATH, json=body | {"skip_special_tokens": False}).json()
+    assert shown["choices"][0]["text"] == "<|im_start|>The"
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        *[("temperature", value) for value in ("hot", -1, 2.5, True, [1])],
+        *[("top_p", value) for value in (0, 1.5, "1")],
+        *[("top_k", value) for value in (-2, 1.5, "5")],
+        *[("min_p", value) for value in (-1, 2)],
+        *[("presence_penalty", value) for value in (-3, "x")],
+        *[("frequency_penalty", value) for value in (3,)],
+        *[("repetition_penalty", value) for value in (0, -1)],
+        *[("n", value) for value in (0, -1, 10**5, 1.5, "2", 10**30)],
+        *[("seed", value) for value in (2**63, 1.5, "x")],
+        *[("max_tokens", value) for value in (-1, 8193, "5", 1.5)],
+        *[("min_tokens", value) for value in (-1, 3)],
+        *[("stop", value) for value in ("", [""], ["a"] * 5, 7, [7])],
+        *[("stop_token_ids", value) for value in ([-1], [49152], ["a"], 7)],
+        *[("logit_bias", value) for value in ([1], "x")],
+        *[("logit_bias", {key: 5}) for key in ("99999999", "-1", "abc", "49152", "1.5", "")],
+        *[("allowed_token_ids", value) for value in ([], [49152])],
+        *[("bad_words", value) for value in ([""], "x", ["x"] * 129)],
+        *[("prompt_logprobs", value) for value in (-1, 21, "x")],
+        *[("stream", value) for value in ("yes", 1)],
+        *[("stream_interval", value) for value in (0, -1, "x")],
+        *[("stream_options", value) for value in ({"include_usage": True}, {}, 5)],
+        *[("cache_salt", value) for value in ("", "a@b", "a/b", "x" * 129, 7)],
+        *[("request_id", value) for value in ("", "a\nb", "é", "x" * 257)],
+        *[("truncate_prompt_tokens", value) for value in (-2, 8193)],
+        *[("truncation_side", value) for value in ("top",)],
+        *[("priority", value) for value in (1, "x")],
+        *[("echo", value) for value in ("yes",)],
+    ],
+)
+def test_refused_by_name(client: httpx.Client, path: str, param: str, value: Any) -> None:
+    """B28 among others: wrong types and ranges are 400, and the answer says which field."""
+    body = completion() if path == PATH else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    response = client.post(path, json=body | {param: value})
+    assert is_error(response, 400)
+    assert response.json()["error"]["param"].split(".")[0].split("[")[0] == param
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+)
+def test_numbers_that_are_none(client: httpx.Client, field: str, literal: str) -> None:
+    """B31"""
+    for text in (f'"{field}": {literal}', f'"logit_bias": {{"5": {literal}}}'):
+        body = f'{{"prompt": "x", "max_tokens": 1, {text}}}'
+        response = client.post(PATH, content=body, headers={"content-type": "application/json"})
+        assert is_error(response, 400)
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("tools", []),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("response_format", "text"),
+        ("structured_outputs", {"regex": "a"}),
+        ("guided_json", {}),
+        ("guided_regex", "a"),
+        ("guided_choice", ["a"]),
+        ("guided_grammar", "x"),
+        ("best_of", 3),
+        ("use_beam_search", True),
+        ("length_penalty", 2.0),
+        ("suffix", "x"),
+        ("prompt_embeds", "x"),
+        ("kv_transfer_params", {"a": 1}),
+        ("modalities", ["text", "audio"]),
+        ("logprob_token_ids", [1]),
+        ("thinking_token_budget", 5),
+        ("repetition_detection", {"min_count": 2}),
+        ("mm_processor_kwargs", {"a": 1}),
+    ],
+)
+def test_what_is_not_there_is_refused(client: httpx.Client, path: str, param: str, value: Any) -> None:
+    body = completion() if path == PATH else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    assert is_error(client.post(path, json=body | {param: value}), 400, param, "unsupported_parameter")
+
+
+def test_values_that_ask_for_nothing_are_fine(client: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        "tools": None,
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "suffix": None,
+        "best_of": 1,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "modalities": ["text"],
+        "parallel_tool_calls": False,
+        "guided_json": None,
+    }
+    response = client.post(CHAT, json=body)
+    assert response.status_code == 200
+    assert "x-tokenmill-ignored-fields" not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_reply_names_fields_without_effect(client: httpx.Client, stream: bool) -> None:
+    """What OpenAI's clients may send, and what nobody knows, is accepted but not in silence."""
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "verbosity": "low",
+        "prediction": {},
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "web_search_options": {},
+        "functions": [],
+        "function_call": "none",
+        "wibble": 1,
+    }
+    response = post_stream(client, CHAT, body) if stream else client.post(CHAT, json=body)
+    names = "function_call, functions, metadata, prediction, prompt_cache_key, safety_identifier, service_tier, store"
+    assert response.headers["x-tokenmill-ignored-fields"] == f"{names}, user, verbosity, web_search_options, wibble"
+
+
+def test_defaults_of_the_model_and_of_the_server() -> None:
+    defaults = {"temperature": 0.3, "top_k": 11, "max_tokens": 5, "repetition_penalty": 1.1}
+    with run_server(default_sampling=defaults, stream_interval=3) as server, server.client() as client:
+        chat = {"messages": [{"role": "user", "content": "x y z"}], "ignore_eos": True}
+        client.post(CHAT, json=chat)
+        sent = server.engines[0].added[-1].sampling
+        assert (sent.temperature, sent.top_k, sent.max_tokens, sent.repetition_penalty) == (0.3, 11, 5, 1.1)
+        client.post(CHAT, json=chat | {"temperature": 0, "top_k": 0, "max_tokens": 2})
+        sent = server.engines[0].added[-1].sampling
+        assert (sent.temperature, sent.top_k, sent.max_tokens) == (0.0, 0, 2)
+        body = chat | {"max_tokens": 10, "return_token_ids": True, "stream_interval": 2}
+        sizes = [len(choice.get("token_ids", [])) for choice in post_stream(client, CHAT, body).choices()]
+        assert sizes == [0, 1, 3, 3, 3]
+
+
+def test_priority_under_its_policy() -> None:
+    config = dataclasses.replace(engine_config(), scheduler=SchedulerConfig(policy="priority"))
+    with run_server(engine=config) as server, server.client() as client:
+        client.post(PATH, json=completion(priority=-5))
+        assert server.engines[0].added[-1].priority == -5
+        client.post(PATH, json=completion(priority=-5), headers={"X-Vllm-Priority": "8"})
+        assert server.engines[0].added[-1].priority == 8
+        assert is_error(client.post(PATH, json=completion(), headers={"X-Vllm-Priority": "x"}), 400)
