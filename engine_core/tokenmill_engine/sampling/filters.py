@@ -87,13 +87,19 @@ def num_kept(descending: torch.Tensor, params: FilterParams, *, complete: bool) 
     cut_off_rest = (params.top_k <= width) | (above_min_p < width) | (descending[:, -1:] == 0)
     if complete:
         cut_off_rest = torch.ones_like(cut_off_rest)
+    kept = _with_ties(descending, kept.clamp(max=width))
     # The mass that top_p is a share of. Where min_p and top_k cut nothing it is the whole.
-    total = torch.where(cut_off_rest, ends.gather(1, kept.clamp(max=width) - 1), 1.0)
+    total = torch.where(cut_off_rest, ends.gather(1, kept - 1), 1.0)
     # A token stays while those before it fall short of the share.
     in_top_p = torch.searchsorted(ends, params.top_p * total) + 1
     kept = torch.where(params.top_p < 1.0, torch.minimum(kept, in_top_p), kept)
     whole = (params.min_p <= 0) & (params.top_k > width)
     return kept.clamp_(max=width), cut_off_rest | (whole & (in_top_p <= width))
+
+
+def _with_ties(descending: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """`kept` [n, 1] and the tokens that tie with the last of them; at least 1, also for rows that are not numbers."""
+    return (descending >= descending.gather(1, kept - 1)).count_nonzero(1)[:, None].clamp_(min=1)
 
 
 def _draw_from_candidates(

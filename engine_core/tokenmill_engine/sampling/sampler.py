@@ -5,27 +5,18 @@ or temperature, filters and a random draw. A batch that needs none of it costs o
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tokenmill_engine.sampling import table as columns
+from tokenmill_engine.sampling.drawing import RandomRows, draw_rows
 from tokenmill_engine.sampling.edits import EditBatch
-from tokenmill_engine.sampling.filters import FilterParams, draw, draw_filtered
 from tokenmill_engine.sampling.logprobs import Logprobs, RawScores
 from tokenmill_engine.sampling.penalties import apply_penalties
-from tokenmill_engine.sampling.random import uniform
 from tokenmill_engine.sampling.table import SamplingTable
-from tokenmill_engine.sampling.tokens import Rows, TokenTable
-from tokenmill_engine.sampling.transfer import to_device
-
-INVALID_TOKEN: Final = -1
-"""Stands for the token of a row whose logits are not numbers, or all masked."""
-
-_PIECE_ELEMENTS: Final = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Bound on the elements of one temporary of the random path: for the caches, for the memory."""
+from tokenmill_engine.sampling.tokens import INVALID_TOKEN, Rows, TokenTable
 
 
 @dataclass(slots=True)
@@ -48,35 +39,18 @@ class SamplingBatch:
         self.any_feature = bool(np.bitwise_or.reduce(features, initial=0))
         if not self.any_feature:
             return
-        slots64 = slots.astype(np.int64)
-
-        def select(mask: NDArray[np.bool_]) -> Rows | None:
-            index = np.flatnonzero(mask)
-            return Rows(to_device(index, device), to_device(slots64[index], device)) if len(index) else None
-
-        random, filtered, small, penalized, edited, reports = (
-            (features & bit) != 0
-            for bit in (
-                columns.RANDOM,
-                columns.FILTER,
-                columns.SMALL_TOP_K,
-                columns.PENALTY,
-                columns.EDIT,
-                columns.LOGPROBS,
-            )
+        penalized, edited, reports = (
+            (features & bit) != 0 for bit in (columns.PENALTY, columns.EDIT, columns.LOGPROBS)
         )
         self.num_rows = len(slots)
-        self.any_random, self.all_random = bool(random.any()), bool(random.all())
-        self.plain = select(random & ~filtered)
-        self.small_top_k = select(random & small)
-        self.filtered = select(random & filtered & ~small)
-        self.penalties = select(penalized)
+        self.random = RandomRows.of(features, slots, device)
+        self.penalties = Rows.where(penalized, slots, device)
         self.edits: EditBatch | None = None
         if edited.any():
             rows = np.flatnonzero(edited)
             edits = [table.edits[int(slot)] for slot in slots[rows]]
-            self.edits = EditBatch(rows, slots64[rows], edits, table.vocab_size, device)
-        self.logprobs = select(reports)
+            self.edits = EditBatch(rows, slots[rows].astype(np.int64), edits, table.vocab_size, device)
+        self.logprobs = Rows.where(reports, slots, device)
         self.logprob_rows = np.flatnonzero(reports)
         self.num_top = int(table.num_logprobs[slots[self.logprob_rows]].max(initial=0))
 
@@ -128,40 +102,14 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """int32 [n]"""
-        if not batch.any_random:
+        if batch.random is None:
             return _argmax(logits)
-        if batch.all_random:
+        if len(batch.random.everything) == batch.num_rows:
             token_ids = torch.empty(batch.num_rows, dtype=torch.int32, device=logits.device)
         else:
             token_ids = _argmax(logits)
-        piece = max(1, _PIECE_ELEMENTS[logits.device.type] // logits.shape[1])
-        for rows in (batch.plain, batch.small_top_k, batch.filtered):
-            for part in rows.pieces(piece) if rows is not None else ():
-                weights, u = self._weights(logits, part)
-                # Softmax divides by the sum of the row, which is a number only if no logit spoils it.
-                valid = weights[:, 0] == weights[:, 0]
-                if rows is batch.plain:
-                    drawn = draw(weights, u)
-                else:
-                    drawn = draw_filtered(weights, u, self._filters(part), small_top_k=rows is batch.small_top_k)
-                token_ids.index_copy_(0, part.index, torch.where(valid, drawn, INVALID_TOKEN).to(torch.int32))
+        draw_rows(token_ids, logits, batch.random, self._table, self._tokens)
         return token_ids
-
-    def _weights(self, logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities after temperature, float32 [n, vocab_size], and uniform numbers, float64 [n], of `rows`."""
-        if len(rows) != len(logits):
-            logits = logits[rows.index]
-        weights = (logits / self._table.floats[rows.slots, columns.TEMPERATURE, None]).softmax(1)
-        position = self._tokens.num_tokens[rows.slots] - self._tokens.num_prompt[rows.slots]
-        return weights, uniform(self._table.integers[rows.slots, columns.SEED], position.to(torch.int64))
-
-    def _filters(self, rows: Rows) -> FilterParams:
-        floats = self._table.floats[rows.slots]
-        return FilterParams(
-            top_k=self._table.integers[rows.slots, columns.TOP_K, None],
-            top_p=floats[:, columns.TOP_P, None],
-            min_p=floats[:, columns.MIN_P, None],
-        )
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,21 @@
-"""Tokens of every slot, as the sampler reads them. Owned and written by the worker."""
+"""Tokens of every slot, as the sampler reads them, and rows of a batch with the slots they belong to."""
 
 from dataclasses import dataclass
+from typing import Final, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from tokenmill_engine.sampling.transfer import to_device
+
+INVALID_TOKEN: Final = -1
+"""Stands for the token of a row whose logits are not numbers, or all masked."""
 
 
 @dataclass(slots=True)
 class TokenTable:
-    """Persistent device tables, one row per slot."""
+    """Persistent device tables, one row per slot. Owned and written by the worker."""
 
     token_ids: torch.Tensor
     """int32 [num_slots, max_len]: prompt, then output; entries past `num_tokens` are undefined, but valid ids."""
@@ -25,6 +33,14 @@ class Rows:
     """int64 [n]: row of the logits."""
     slots: torch.Tensor
     """int64 [n]"""
+
+    @classmethod
+    def where(cls, mask: NDArray[np.bool_], slots: NDArray[np.int32], device: torch.device) -> Self | None:
+        """The rows that `mask` [num_rows] picks, whose requests are in `slots` [num_rows]; None if it picks none."""
+        index = np.flatnonzero(mask)
+        if len(index) == 0:
+            return None
+        return cls(to_device(index, device), to_device(slots[index].astype(np.int64), device))
 
     def __len__(self) -> int:
         return len(self.index)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult
 from tokenmill_engine.sampling.logprobs import Logprobs
-from tokenmill_engine.sampling.sampler import INVALID_TOKEN
+from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 
 _INVALID_MESSAGE = "the model gave no usable probabilities for the next token (not a number, or every token excluded)"
 

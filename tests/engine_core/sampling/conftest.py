@@ -12,6 +12,7 @@ from tokenmill_engine.outputs import SlotStart
 from tokenmill_engine.sampling.sampler import Sampled, Sampler
 from tokenmill_engine.sampling.table import SamplingTable
 from tokenmill_engine.sampling.tokens import TokenTable
+from tokenmill_kernels.cpu import sampling as native
 
 NUM_SLOTS = 16
 MAX_LEN = 64
@@ -74,6 +75,11 @@ class SamplerHarness:
         return self.sampler.sample(logits.clone(), np.array(slots, np.int32), max_tokens)
 
 
-@pytest.fixture
-def make_harness() -> Callable[..., SamplerHarness]:
+@pytest.fixture(params=["library", "tensor operators"])
+def make_harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SamplerHarness]:
+    """Both ways in which random tokens are drawn; a GPU, or a machine without a compiler, has the second."""
+    if request.param == "library":
+        assert native.is_available()
+    else:
+        monkeypatch.setattr(native, "is_available", lambda: False)
     return SamplerHarness

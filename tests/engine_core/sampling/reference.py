@@ -9,6 +9,23 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.messages import SamplingParams
 
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 64, "top_p": 0.9},
+    {"top_k": 300},
+    {"top_k": 500, "top_p": 0.5, "min_p": 0.001},
+    {"top_p": 0.05},
+    {"top_p": 0.9},
+    {"top_p": 0.9999},
+    {"min_p": 0.1},
+    {"min_p": 1e-6},
+    {"min_p": 1.0},
+    {"min_p": 0.02, "top_p": 0.8},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+]
+"""Parameters that take every way through the filters."""
+
 
 def edited_logits(
     logits: NDArray[np.float64],
@@ -62,6 +79,16 @@ def distribution(logits: NDArray[np.float64], params: SamplingParams) -> NDArray
 
 def inverse_cdf(p: NDArray[np.float64], u: float) -> int:
     return int(np.searchsorted(np.cumsum(p), u * p.sum(), side="right"))
+
+
+def expect_token(token: int, p: NDArray[np.float64], u: float) -> None:
+    """`token` is the reference's, unless `u` lies within float32 rounding of the border between two tokens."""
+    expected = inverse_cdf(p, u)
+    if token != expected:
+        ends = np.cumsum(p)
+        assert p[token] > 0
+        low, high = (ends[token] - p[token], ends[token])
+        assert low - 2e-6 <= u <= high + 2e-6
 
 
 _MASK = (1 << 64) - 1

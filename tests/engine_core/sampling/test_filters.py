@@ -1,28 +1,11 @@
 """The kept set and the drawn token against the row-by-row reference."""
 
-import numpy as np
 import pytest
 import torch
 
 from tests.engine_core.sampling import reference
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.sampling.filters import FilterParams, draw, draw_filtered
-
-FILTERS = [
-    {"top_k": 1},
-    {"top_k": 40},
-    {"top_k": 64, "top_p": 0.9},
-    {"top_k": 300},
-    {"top_k": 500, "top_p": 0.5, "min_p": 0.001},
-    {"top_p": 0.05},
-    {"top_p": 0.9},
-    {"top_p": 0.9999},
-    {"min_p": 0.1},
-    {"min_p": 1e-6},
-    {"min_p": 1.0},
-    {"min_p": 0.02, "top_p": 0.8},
-    {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
-]
 
 
 def columns(params: SamplingParams, vocab_size: int, num_rows: int) -> FilterParams:
@@ -32,16 +15,6 @@ def columns(params: SamplingParams, vocab_size: int, num_rows: int) -> FilterPar
         top_p=torch.full((num_rows, 1), params.top_p),
         min_p=torch.full((num_rows, 1), params.min_p),
     )
-
-
-def expect_token(token: int, p: np.ndarray, u: float) -> None:
-    """`token` is the reference's, unless `u` lies within float32 rounding of the border between two tokens."""
-    expected = reference.inverse_cdf(p, u)
-    if token != expected:
-        ends = np.cumsum(p)
-        assert p[token] > 0
-        low, high = (ends[token] - p[token], ends[token])
-        assert low - 2e-6 <= u <= high + 2e-6
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 128, 129, 256, 257, 1000, 5003])
@@ -56,26 +29,29 @@ def test_draw_is_the_inverse_distribution_function(vocab_size: int, scale: float
     for row, token in enumerate(draw(weights, u).tolist()):
         p = weights[row].double().numpy()
         assert p[token] > 0
-        expect_token(token, p / p.sum(), u[row].item())
+        reference.expect_token(token, p / p.sum(), u[row].item())
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("filters", reference.FILTERS, ids=str)
 @pytest.mark.parametrize("vocab_size", [50, 128, 700, 3001])
-def test_filtered_draw_matches_the_reference(vocab_size: int, filters: dict[str, float]) -> None:
+@pytest.mark.parametrize("ties", [False, True])
+def test_filtered_draw_matches_the_reference(vocab_size: int, ties: bool, filters: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(1)
     num_rows = 60
     # Peaked and flat rows, so that both ways (few candidates, whole vocabulary) are taken.
     scale = torch.linspace(0.1, 6.0, num_rows)[:, None]
     logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
+    if ties:
+        logits = (logits * 2).round() / 2
     u = torch.rand(num_rows, dtype=torch.float64, generator=generator)
     params = SamplingParams(**filters)
     tokens = draw_filtered(logits.softmax(1), u, columns(params, vocab_size, num_rows), small_top_k=False)
     for row in range(num_rows):
         p = reference.distribution(logits[row].double().numpy(), params)
-        expect_token(int(tokens[row]), p, u[row].item())
+        reference.expect_token(int(tokens[row]), p, u[row].item())
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("filters", reference.FILTERS, ids=str)
 def test_both_ways_agree(filters: dict[str, float]) -> None:
     vocab_size, num_rows = 700, 200
     generator = torch.Generator().manual_seed(2)
@@ -111,7 +87,7 @@ def test_rows_with_few_possible_tokens_need_no_more_candidates() -> None:
     logits = torch.full((300, 1000), float("-inf"))
     logits[:, 100:103] = 0.0
     u = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for filters in FILTERS:
+    for filters in reference.FILTERS:
         params = columns(SamplingParams(**filters), 1000, 300)
         tokens = draw_filtered(logits.softmax(1), u, params, small_top_k=params.top_k[0].item() <= 64)
         assert set(tokens.tolist()) == {100, 101, 102}, filters

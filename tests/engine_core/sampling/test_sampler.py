@@ -9,7 +9,7 @@ import torch
 from tests.engine_core.sampling import reference
 from tests.engine_core.sampling.conftest import Request, SamplerHarness
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.sampling.sampler import INVALID_TOKEN
+from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 
 MakeHarness = Callable[..., SamplerHarness]
 

@@ -1,0 +1,29 @@
+// Interface of sample.cpp, mirrored by sampling.py.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  const float* logits;
+  int64_t row_stride;
+  const int64_t* rows;       // [num_rows] which rows of logits
+  const float* temperature;  // [num_rows], as all below
+  const int64_t* top_k;      // at least 1; vocab_size or more keeps all
+  const float* top_p;        // 1 keeps all
+  const float* min_p;        // 0 keeps all
+  const double* u;           // in [0, 1)
+  int32_t* tokens;           // out; -1 for a row that is not a distribution
+  int32_t num_rows;
+  int32_t vocab_size;
+} TokenmillDraw;
+
+// 0, or 1 if memory ran out.
+__attribute__((visibility("default"))) int32_t tokenmill_draw(const TokenmillDraw* rows);
+
+#ifdef __cplusplus
+}
+#endif
