@@ -52,20 +52,30 @@ def lines_of(response: httpx.Response) -> Iterator[str]:
 
 
 def read_stream(
-    url: str, path: str, fields: dict[str, Any], go_on: Callable[[Stream], bool] = lambda stream: True
+    url: str,
+    path: str,
+    fields: dict[str, Any],
+    go_on: Callable[[Stream], bool] = lambda stream: True,
+    headers: dict[str, str] | None = None,
 ) -> Stream:
     """Posts with `stream: true` (unless `fields` say otherwise) and reads to the end, or leaves as soon as `go_on`
     says no."""
     stream = Stream()
-    _read_into(stream, url, path, fields, go_on)
+    _read_into(stream, f"{url}{path}", fields, go_on, headers)
     return stream
 
 
-def _read_into(stream: Stream, url: str, path: str, fields: dict[str, Any], go_on: Callable[[Stream], bool]) -> None:
+def _read_into(
+    stream: Stream,
+    url: str,
+    fields: dict[str, Any],
+    go_on: Callable[[Stream], bool],
+    headers: dict[str, str] | None,
+) -> None:
     try:
         with (
-            httpx.Client(timeout=120, trust_env=False) as client,
-            client.stream("POST", f"{url}{path}", json={"stream": True, **fields}) as response,
+            httpx.Client(timeout=120, trust_env=False, headers=headers) as client,
+            client.stream("POST", url, json={"stream": True, **fields}) as response,
         ):
             stream.status = response.status_code
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -86,16 +96,16 @@ def _read_into(stream: Stream, url: str, path: str, fields: dict[str, Any], go_o
 class BackgroundStream(threading.Thread):
     """A stream that is read in a thread while the test does something to the server."""
 
-    def __init__(self, url: str, path: str, **fields: Any) -> None:
+    def __init__(self, url: str, path: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
         super().__init__(daemon=True)
         self.stream = Stream()
         self.ended_at = 0.0
         """`time.monotonic`"""
-        self._call = (url, path, fields)
+        self._call = (f"{url}{path}", fields, lambda stream: True, headers)
         self.start()
 
     def run(self) -> None:
-        _read_into(self.stream, *self._call, lambda stream: True)
+        _read_into(self.stream, *self._call)
         self.ended_at = time.monotonic()
 
     def wait_for_events(self, count: int = 1, timeout_s: float = 30) -> None:

@@ -1,0 +1,264 @@
+"""`LLM`: the same engine from Python."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.server import Server, wait_for
+from tokenmill import LLM, SamplingParams
+from tokenmill_engine.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    StartupError,
+)
+
+pytestmark = pytest.mark.slow
+
+FLAGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": "64M"}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, **FLAGS) as llm:
+        yield llm
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Engine cores that this process started itself."""
+    return [child for child in psutil.Process().children() if "tokenmill: engine core" in " ".join(child.cmdline())]
+
+
+def test_prompts_of_every_kind_in_order(llm: LLM, tiny_server: Server) -> None:
+    """The same text as over HTTP, for text, ids and both in one call."""
+    ids = [5, 6, 7, 8]
+    outputs = llm.generate(["Once", ids, {"prompt": "Twice"}, {"prompt_token_ids": ids, "cache_salt": "s"}], GREEDY)
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts == [tiny_server.text(prompt, max_tokens=12) for prompt in ("Once", ids, "Twice", ids)]
+    assert [output.prompt for output in outputs] == ["Once", None, "Twice", None]
+    assert outputs[1].prompt_token_ids == ids
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert len({output.request_id for output in outputs}) == 4
+    assert [output.outputs[0].text for output in llm.generate("Once", GREEDY)] == texts[:1]
+    assert [output.outputs[0].text for output in llm.generate(ids, GREEDY)] == texts[1:2]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_many_prompts_with_parameters_of_their_own(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = [f"prompt {number}" for number in range(40)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + number % 7, ignore_eos=True) for number in range(40)]
+    outputs = llm.generate(prompts, params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + number % 7 for number in range(40)]
+    bar = capfd.readouterr().err
+    assert "Processed prompts" in bar
+    assert "40/40" in bar
+    assert "tok/s" in bar
+    llm.generate("a", GREEDY, use_tqdm=False)
+    assert capfd.readouterr().err == ""
+
+
+def test_chat(llm: LLM, tiny_server: Server) -> None:
+    conversation = [{"role": "user", "content": "Hello"}]
+    by_http = tiny_server.post("/v1/chat/completions", messages=conversation, temperature=0, max_tokens=12).json()
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    for messages in (conversation, [conversation], [parts]):
+        (output,) = llm.chat(messages, GREEDY)  # type: ignore[arg-type]
+        assert output.outputs[0].text == by_http["choices"][0]["message"]["content"]
+    assert output.prompt is not None
+    assert output.prompt.endswith("<|im_start|>assistant\n")
+    continued = [*conversation, {"role": "assistant", "content": "Hi "}]
+    (output,) = llm.chat(continued, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt is not None
+    assert output.prompt.endswith("assistant\nHi ")
+
+
+def test_choices_logprobs_and_stops(llm: LLM) -> None:
+    params = SamplingParams(temperature=1, seed=3, n=3, max_tokens=8, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate("Once upon", params)
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+    assert len({choice.text for choice in output.outputs}) > 1
+    for choice in output.outputs:
+        assert choice.logprobs is not None
+        assert choice.cumulative_logprob is not None
+        chosen = [entry[token] for token, entry in zip(choice.token_ids, choice.logprobs, strict=True)]
+        assert sum(entry.logprob for entry in chosen) == pytest.approx(choice.cumulative_logprob)
+        for entry in choice.logprobs:
+            assert {1, 2} <= {logprob.rank for logprob in entry.values()}
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    plain = llm.generate("Once", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0].outputs[0]
+    stop = plain.text[10:14]
+    stopped = llm.generate("Once", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop))[0]  # type: ignore[arg-type]
+    assert stopped.outputs[0].text == plain.text[: plain.text.index(stop)]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_mistakes_name_the_prompt_and_generate_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt 1: temperature must be between 0 and 2"):
+        llm.generate(["a", "b"], [GREEDY, SamplingParams(temperature=9)])
+    with pytest.raises(ContextLengthError, match="prompt 0: "):
+        llm.generate([[5] * 70000], GREEDY)
+    with pytest.raises(InvalidRequestError, match="2 prompts need one or as many sampling_params, got 3"):
+        llm.generate(["a", "b"], [GREEDY] * 3)
+    with pytest.raises(InvalidRequestError, match="either `prompt` or `prompt_token_ids`"):
+        llm.generate([{"text": "a"}], GREEDY)
+    with pytest.raises(InvalidRequestError, match="every message is a mapping with a `role`"):
+        llm.chat([{"content": "a"}], GREEDY)
+    assert llm.generate("a", GREEDY)
+
+
+def test_calls_from_several_threads(llm: LLM) -> None:
+    alone = [llm.generate(f"thread {number}", GREEDY)[0].outputs[0].text for number in range(4)]
+    texts: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        texts[number] = llm.generate(f"thread {number}", GREEDY, use_tqdm=False)[0].outputs[0].text
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [texts[number] for number in range(4)] == alone
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        ({"max_modle_len": 3}, ConfigError, "did you mean max_model_len?"),
+        ({"port": 8000}, ConfigError, "about serving over HTTP"),
+        ({"max_model_len": 10**6}, ConfigError, "use at most 65536"),
+        (
+            {"num_gpu_blocks_override": 2, "max_model_len": 64},
+            StartupError,
+            "the largest --max-model-len that fits is 32",
+        ),
+    ],
+)
+def test_mistakes_at_the_start(tiny_model: Path, flags: dict[str, Any], error: type[Exception], message: str) -> None:
+    before = len(engine_processes())
+    with pytest.raises(error) as raised:
+        LLM(tiny_model, device="cpu", **flags)
+    assert message in str(raised.value)
+    assert len(engine_processes()) == before
+
+
+def test_dtype(llm: LLM, tiny_model: Path) -> None:
+    """Half the bits: close to the same log-probabilities, not equal."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def score(model: LLM) -> list[float]:
+        output = model.generate([[5, 6, 7, 8, 9, 10]], params)[0]
+        assert output.prompt_logprobs is not None
+        return [next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry is not None]
+
+    exact = score(llm)
+    with LLM(tiny_model, **(FLAGS | {"dtype": "bfloat16"})) as short:
+        rounded = score(short)
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, abs=0.5)
+
+
+def test_seed_and_dummy_weights(tiny_model: Path) -> None:
+    """The same seed gives the same random weights and the same draws; another one others."""
+    drawn = SamplingParams(temperature=1, max_tokens=16, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+    def run(seed: int, load_format: str) -> tuple[list[int], list[int]]:
+        with LLM(tiny_model, **FLAGS, seed=seed, load_format=load_format, enforce_eager=True) as model:
+            first, second = model.generate(["a", "a"], [greedy, drawn])
+            return first.outputs[0].token_ids, second.outputs[0].token_ids
+
+    dummy, same, other = run(1, "dummy"), run(1, "dummy"), run(2, "dummy")
+    real, real_other = run(1, "auto"), run(2, "auto")
+    assert dummy == same
+    assert dummy[0] != other[0]
+    assert dummy[0] != real[0]
+    assert real[0] == real_other[0]
+    assert real[1] != real_other[1]
+
+
+def test_data_parallel_and_stats(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with LLM(tiny_model, **FLAGS, data_parallel_size=2, disable_log_stats=False, log_stats_interval=0.2) as model:
+        before = {process.pid for process in engine_processes()}
+        assert len(before) >= 2
+        outputs = model.generate([f"p {n}" for n in range(30)], SamplingParams(max_tokens=200, ignore_eos=True))
+        assert all(len(output.outputs[0].token_ids) == 200 for output in outputs)
+        time.sleep(0.3)
+    log = capfd.readouterr().err
+    for engine in ("Engine 000", "Engine 001"):
+        assert engine in log
+
+
+def test_shutdown_ends_processes_and_later_calls(tiny_model: Path) -> None:
+    before = {process.pid for process in engine_processes()}
+    model = LLM(tiny_model, **FLAGS)
+    started = [process for process in engine_processes() if process.pid not in before]
+    assert len(started) == 1
+    model.shutdown()
+    model.shutdown()
+    assert not any(process.is_running() for process in started)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        model.generate("a", GREEDY)
+
+
+def test_killed_engine_core(tiny_model: Path) -> None:
+    before = {process.pid for process in engine_processes()}
+    with LLM(tiny_model, **FLAGS) as model:
+        (process,) = [process for process in engine_processes() if process.pid not in before]
+        threading.Timer(0.5, process.kill).start()
+        with pytest.raises(EngineDeadError, match="engine core 0 was killed"):
+            model.generate(["a"] * 4, SamplingParams(max_tokens=50000, ignore_eos=True))
+        with pytest.raises(EngineDeadError, match="engine core 0 was killed"):
+            model.generate("a", GREEDY)
+
+
+SCRIPT = """
+import sys
+from tokenmill import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", kv_cache_memory_bytes="64M")
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+print("ready", flush=True)
+try:
+    llm.generate(["a"] * 4, SamplingParams(max_tokens=int(sys.argv[2]), ignore_eos=True))
+except KeyboardInterrupt:
+    print(llm.generate("a", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].finish_reason, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["of the script", "by Ctrl-C", "by kill -9"])
+def test_nothing_survives_the_script(tiny_model: Path, end: str) -> None:
+    """Without `with` and without `shutdown`. Ctrl-C ends a call, not the engine."""
+    with tempfile.TemporaryDirectory(prefix="tm-") as folder:
+        script = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tiny_model), "4" if end == "of the script" else "60000"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": folder},
+        )
+        assert script.stdout is not None
+        with script.stdout:
+            assert script.stdout.readline() == "ready\n"
+            children = psutil.Process(script.pid).children()
+            if end != "of the script":
+                time.sleep(0.5)
+                script.send_signal(signal.SIGINT if end == "by Ctrl-C" else signal.SIGKILL)
+            rest = script.stdout.read()
+        assert script.wait(30) == (-signal.SIGKILL if end == "by kill -9" else 0)
+        assert rest == ("length\n" if end == "by Ctrl-C" else "")
+        wait_for(lambda: not any(child.is_running() for child in children), 5, "end of the engine core")
+        if end != "by kill -9":
+            assert list(Path(folder).iterdir()) == []
