@@ -158,9 +158,9 @@ def _run_all(commands: list[list[str]]) -> None:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    for process, error in zip(running, errors, strict=True):
+    for process, message in zip(running, errors, strict=True):
         if process.returncode != 0:
-            raise BuildError(f"{commands[0][0]} refused the CPU kernels: {_first_error(error)}")
+            raise BuildError(f"{commands[0][0]} refused the CPU kernels: {_first_error(message)}")
 
 
 def _first_line(text: str) -> str:

@@ -202,7 +202,7 @@ class DenseDecoder:
     def _pack_layer(self, index: int, layer: DecoderLayerWeights) -> None:
         sizes = self._matrix_sizes()
         start = index * sum(sizes)
-        qkv, output, gate_up, down = torch.split(self._memory[start : start + sum(sizes)], sizes)
+        qkv, output, gate_up, down = torch.split(self._memory[start : start + sum(sizes)], list(sizes))
         pack_into(qkv, self._check(layer.qkv, self.shape.qkv_size, self.shape.hidden_size))
         pack_into(output, self._check(layer.output, self.shape.hidden_size, self.shape.attended_size))
         # Gate and up features meet in one tile of the product, which can then apply the activation at once.
