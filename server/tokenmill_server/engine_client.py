@@ -18,6 +18,7 @@ from tokenmill_engine.ipc.sockets import connect_dealer, input_endpoint, output_
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
+    ClientMessage,
     EngineMessage,
     FinishReason,
     LoadReport,
@@ -96,14 +97,14 @@ class EngineClient:
         """Hands requests to `engine`. Each must end in `ended`. Raises EngineDeadError if it is gone."""
         self._check_alive(engine)
         for request in requests:
-            self._links[engine].input.send(self._encoder.encode(request), flags=zmq.NOBLOCK)
+            if not self._send(engine, request):
+                raise EngineDeadError(f"engine core {engine} is gone")
         self.balancer.sent(engine, len(requests))
 
     def abort(self, engine: int, request_ids: list[int], reason: FinishReason) -> None:
         """Makes `engine` forget requests; no output of theirs follows."""
         if request_ids and self._links[engine].death is None:
-            message = self._encoder.encode(AbortRequests(request_ids, reason))
-            self._links[engine].input.send(message, flags=zmq.NOBLOCK)
+            self._send(engine, AbortRequests(request_ids, reason))
 
     def ended(self, engine: int) -> None:
         """One request on `engine` is over, whatever the reason."""
@@ -112,6 +113,14 @@ class EngineClient:
     def engine_died(self, engine: int, message: str) -> None:
         """From now on nothing is sent to `engine`; whoever tries is told `message`."""
         self._links[engine].death = message
+
+    def _send(self, engine: int, message: ClientMessage) -> bool:
+        """Whether the engine was there to take it: the queue has no limit, so a full one means no connection."""
+        try:
+            self._links[engine].input.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _check_alive(self, engine: int) -> None:
         if not self._links:

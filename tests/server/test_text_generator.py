@@ -47,6 +47,21 @@ def request(tokenizer: Tokenizer, text: str, **sampling: Any) -> GenerationReque
     return GenerationRequest("label", tokenizer.encode(text), SamplingParams(**options), 0.0, text)
 
 
+class Recorder:
+    """A listener that only remembers how it ended."""
+
+    def __init__(self) -> None:
+        self.error: TokenmillError | None = None
+
+    def on_delta(
+        self, choice: Choice, text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob] | None
+    ) -> None:
+        """Text does not matter here."""
+
+    def on_error(self, error: TokenmillError) -> None:
+        self.error = error
+
+
 async def wait_until(condition: Any) -> None:
     async with asyncio.timeout(5):
         while not condition():
@@ -144,17 +159,11 @@ async def test_death_of_an_engine_fails_its_requests_at_once(tokenizer: Tokenize
 
 
 async def test_a_listener_that_raises_fails_its_request_alone(tokenizer: Tokenizer) -> None:
-    class Broken:
-        def __init__(self) -> None:
-            self.error: TokenmillError | None = None
-
+    class Broken(Recorder):
         def on_delta(
             self, choice: Choice, text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob] | None
         ) -> None:
             raise RuntimeError("a bug")
-
-        def on_error(self, error: TokenmillError) -> None:
-            self.error = error
 
     async with generating(tokenizer) as (generator, (engine,)):
         broken = Broken()
@@ -170,3 +179,17 @@ async def test_before_the_engines_are_connected(tokenizer: Tokenizer) -> None:
     with pytest.raises(EngineDeadError):
         await generator.complete(request(tokenizer, "one"))
     generator.disconnect()
+
+
+async def test_an_engine_that_is_gone_before_anyone_said_so(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer, 2) as (generator, engines):
+        engines[0].stop()
+        async with asyncio.timeout(5):
+            while True:  # until the socket has noticed
+                try:
+                    generator.abort(generator.start(request(tokenizer, "one"), Recorder(), 0))
+                except EngineDeadError:
+                    break
+                await asyncio.sleep(0.01)
+        assert (await generator.complete(request(tokenizer, "one two"), 1)).outputs[0].text
+        engines[0].start()

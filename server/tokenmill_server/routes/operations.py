@@ -1,5 +1,7 @@
 """What operators and probes ask: /health, /ping, /version, /metrics"""
 
+import asyncio
+
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -32,4 +34,5 @@ async def metrics(request: Request) -> Response:
     directory = context_of(request).metrics_dir
     if directory is None:
         raise HTTPException(404, "metrics are off (--disable-log-stats)")
-    return Response(render_metrics(directory), headers={"content-type": CONTENT_TYPE})
+    text = await asyncio.to_thread(render_metrics, directory)
+    return Response(text, headers={"content-type": CONTENT_TYPE})
