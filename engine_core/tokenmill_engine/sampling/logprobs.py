@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenmill_kernels.cpu import sampling as native
+
 
 @dataclass(slots=True)
 class Logprobs:
@@ -26,6 +28,8 @@ class RawScores:
 
     def score(self, token_ids: torch.Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of `token_ids` (int64 [n]) beside the `num_top` most likely tokens."""
+        if self.logits.device.type == "cpu" and native.is_available():
+            return Logprobs(*native.score(self.logits, token_ids, num_top))
         log_total = torch.logsumexp(self.logits, dim=1, keepdim=True)
         own_ids = token_ids[:, None]
         own = self.logits.gather(1, own_ids)

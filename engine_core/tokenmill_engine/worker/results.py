@@ -10,7 +10,7 @@ from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult
 from tokenmill_engine.sampling.logprobs import Logprobs
 from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 
-_INVALID_MESSAGE = "the model gave no usable probabilities for the next token (not a number, or every token excluded)"
+_INVALID_MESSAGE = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
 
 
 @dataclass(slots=True)
@@ -70,19 +70,21 @@ class PendingResult:
         token_ids[self._sample_rows, 0] = self._token_ids.numpy()
         num_new = (token_ids[:, 0] >= 0).astype(np.int32)
         logprobs = self._logprobs.split() if self._logprobs is not None else {}
-        errors: dict[int, str] = {}
+        prompt_logprobs = self._prompt_logprobs.split() if self._prompt_logprobs is not None else {}
+        failed = [row for row, scores in prompt_logprobs.items() if np.isnan(scores.logprobs[:, 0]).any()]
         if len(self._sample_rows) != int(num_new.sum()):
-            failed = self._sample_rows[num_new[self._sample_rows] == 0].tolist()
-            errors = dict.fromkeys(failed, _INVALID_MESSAGE)
-            for row in failed:
-                logprobs.pop(row, None)
+            failed += self._sample_rows[num_new[self._sample_rows] == 0].tolist()
+        for row in failed:
+            num_new[row] = 0
+            logprobs.pop(row, None)
+            prompt_logprobs.pop(row, None)
         return StepResult(
             step=self._plan.step,
             token_ids=token_ids,
             num_new=num_new,
             logprobs=logprobs,
-            prompt_logprobs=self._prompt_logprobs.split() if self._prompt_logprobs is not None else {},
-            errors=errors,
+            prompt_logprobs=prompt_logprobs,
+            errors=dict.fromkeys(failed, _INVALID_MESSAGE),
         )
 
 

@@ -1,4 +1,5 @@
-"""Random tokens from rows of logits, by the C++ library: some ten times as fast as tensor operators on a CPU."""
+"""Random tokens and log-probabilities from rows of logits, by the C++ library: some ten times as fast as tensor
+operators on a CPU. Each row's result depends on that row alone."""
 
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -23,6 +24,22 @@ class DrawStruct(Structure):
         ("tokens", c_void_p),
         ("num_rows", c_int32),
         ("vocab_size", c_int32),
+    )
+
+
+class ScoreStruct(Structure):
+    """Mirrors `TokenmillScore` of csrc/sample.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("row_stride", c_int64),
+        ("own", c_void_p),
+        ("token_ids", c_void_p),
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("num_top", c_int32),
     )
 
 
@@ -79,3 +96,32 @@ def draw(logits: torch.Tensor, rows: torch.Tensor, params: DrawParams) -> torch.
     )
     check(library.tokenmill_draw(struct))
     return tokens
+
+
+def score(logits: torch.Tensor, own: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the tokens `own` (int64 [n]) of each row of `logits` (float32 [n, vocab_size]) beside the
+    `num_top` most likely ones: ids int32 [n, 1 + num_top], log-probabilities float32 [n, 1 + num_top], and ranks of the
+    own tokens int32 [n], 1 for the most likely. Of equal logits the lower id comes first. `is_available` must hold.
+    """
+    library = load()
+    assert library is not None
+    if logits.dtype != torch.float32 or logits.stride(1) != 1 or own.dtype != torch.int64:
+        raise TypeError(f"expected rows of float32 logits, got {logits.dtype} with {logits.stride()}")
+    own = own.contiguous()
+    token_ids = torch.empty((len(own), 1 + num_top), dtype=torch.int32)
+    logprobs = torch.empty((len(own), 1 + num_top), dtype=torch.float32)
+    ranks = torch.empty(len(own), dtype=torch.int32)
+    library.tokenmill_score.argtypes = (POINTER(ScoreStruct),)
+    struct = ScoreStruct(
+        logits=logits.data_ptr(),
+        row_stride=logits.stride(0),
+        own=own.data_ptr(),
+        token_ids=token_ids.data_ptr(),
+        logprobs=logprobs.data_ptr(),
+        ranks=ranks.data_ptr(),
+        num_rows=len(own),
+        vocab_size=logits.shape[1],
+        num_top=num_top,
+    )
+    check(library.tokenmill_score(struct))
+    return token_ids, logprobs, ranks

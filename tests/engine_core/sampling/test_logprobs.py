@@ -3,16 +3,21 @@
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 from tests.engine_core.sampling.conftest import Request, SamplerHarness
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.sampling.logprobs import RawScores
+from tokenmill_kernels.cpu import sampling as native
 
 MakeHarness = Callable[..., SamplerHarness]
 
 
-def test_scores_match_a_log_softmax() -> None:
+@pytest.mark.parametrize("natively", [True, False])
+def test_scores_match_a_log_softmax(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not natively:
+        monkeypatch.setattr(native, "is_available", lambda: False)
     logits = torch.randn(20, 333, generator=torch.Generator().manual_seed(0)) * 3
     tokens = torch.randint(0, 333, (20,), generator=torch.Generator().manual_seed(1))
     scores = RawScores(logits).score(tokens, num_top=5)

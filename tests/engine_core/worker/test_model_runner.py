@@ -155,13 +155,15 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(make_worker: MakeW
     failing = [
         Generation(bad[0], NUM_OUTPUT),
         Generation(bad[1], NUM_OUTPUT, SamplingParams(temperature=1.0, seed=3, top_p=0.9, logprobs=2)),
+        Generation([5] * 30 + bad[1], NUM_OUTPUT, SamplingParams(temperature=0.0, seed=3, prompt_logprobs=2)),
     ]
-    driver(worker, depth=2).run([generations[0], failing[0], *generations[1:], failing[1]])
+    driver(worker, depth=2, budget=40).run([generations[0], failing[0], *generations[1:], *failing[1:]])
     for generation in failing:
         assert generation.error is not None
         assert "probabilities" in generation.error
         assert generation.output == []
         assert generation.logprobs == []
+        assert not any(np.isnan(piece.logprobs).any() for piece in generation.prompt_logprobs)
     for generation in generations:
         assert generation.output == expected(tuple(generation.prompt))
 

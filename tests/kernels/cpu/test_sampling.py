@@ -6,7 +6,7 @@ import torch
 from tests.engine_core.sampling import reference
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_kernels.cpu import library
-from tokenmill_kernels.cpu.sampling import DrawParams, draw
+from tokenmill_kernels.cpu.sampling import DrawParams, draw, score
 
 
 def draw_params(params: SamplingParams, vocab_size: int, u: torch.Tensor) -> DrawParams:
@@ -81,7 +81,41 @@ def test_rows_of_a_wider_matrix_and_extreme_temperatures() -> None:
     assert all(abs(token - 499) <= 1 for token in hot.tolist())
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "num_top"), [(1, 0), (1, 1), (5, 5), (300, 2), (300, 3), (3000, 20), (700, 700)]
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_scores_match_a_log_softmax(vocab_size: int, num_top: int, ties: bool) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(20, vocab_size, generator=generator) * torch.linspace(0.1, 90, 20)[:, None]
+    if ties:
+        logits = logits.round()
+    own = torch.randint(vocab_size, (20,), generator=generator)
+    token_ids, logprobs, ranks = score(logits, own, num_top)
+    expected = logits.double().log_softmax(1)
+    for row in range(20):
+        order = sorted(range(vocab_size), key=lambda token, row=row: (-logits[row, token].item(), token))
+        assert token_ids[row].tolist() == [own[row].item(), *order[:num_top]]
+        torch.testing.assert_close(logprobs[row].double(), expected[row][token_ids[row].long()], atol=1e-5, rtol=1e-6)
+        assert ranks[row] == 1 + (logits[row] > logits[row, own[row]]).sum()
+
+
+def test_scores_of_a_row_without_numbers_are_none_and_harm_no_other() -> None:
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    own = torch.tensor([1, 2, 3, 4])
+    clean = score(logits, own, 5)
+    logits[1, 500] = float("nan")
+    logits[2] = float("nan")
+    dirty = score(logits, own, 5)
+    assert dirty[1][1:3].isnan().all()
+    for before, after in zip(clean, dirty, strict=True):
+        assert before[[0, 3]].equal(after[[0, 3]])
+    assert ((dirty[0] >= 0) & (dirty[0] < 1000)).all()
+
+
 def test_other_types_are_refused() -> None:
     u = torch.zeros(1, dtype=torch.float64)
     with pytest.raises(TypeError, match="float32"):
         draw(torch.zeros(1, 8, dtype=torch.bfloat16), torch.arange(1), draw_params(SamplingParams(), 8, u))
+    with pytest.raises(TypeError, match="float32"):
+        score(torch.zeros(1, 8, dtype=torch.bfloat16), torch.arange(1), 1)

@@ -1,5 +1,6 @@
 // Draws the next token of each row of logits: temperature, min-p, top-k, top-p, then the inverse of the cumulative
-// distribution in vocabulary order. A row's token depends on that row alone.
+// distribution in vocabulary order. Scores tokens: log-probability, rank, and the most likely ones beside them.
+// What comes out for a row depends on that row alone.
 //
 // Weights are relative to the most likely token, so the largest is 1. Nothing is sorted: filters become a threshold,
 // found by selection among the few weights that can matter.
@@ -136,17 +137,22 @@ float mass_threshold(float* values, int64_t count, double mass) {
   return threshold;
 }
 
+// A lower bound of the k-th largest weight: as many are at least as large as the k-th largest maximum of a chunk.
+float top_bound(int64_t k, Scratch& scratch) {
+  if (k > scratch.num_chunks) return 0;
+  std::copy(scratch.chunk_max, scratch.chunk_max + scratch.num_chunks, scratch.chosen);
+  float* const kth = scratch.chosen + (k - 1);
+  std::nth_element(scratch.chosen, kth, scratch.chosen + scratch.num_chunks, std::greater<>());
+  return *kth;
+}
+
 // The smallest weight that the filters keep; what ties with it is kept too.
 float threshold(const Filter& filter, int vocab_size, double total, Scratch& scratch) {
   const bool cuts_count = filter.top_k < vocab_size;
   float bound = std::min(filter.min_p, 1.0f);
-  if (cuts_count && filter.top_k <= scratch.num_chunks) {
-    // As many weights are at least as large as the top_k-th largest maximum of a chunk.
-    std::copy(scratch.chunk_max, scratch.chunk_max + scratch.num_chunks, scratch.chosen);
-    float* const kth = scratch.chosen + (filter.top_k - 1);
-    std::nth_element(scratch.chosen, kth, scratch.chosen + scratch.num_chunks, std::greater<>());
-    bound = std::max(bound, *kth);
-  } else if (!cuts_count && bound <= 0) {
+  if (cuts_count) {
+    bound = std::max(bound, top_bound(filter.top_k, scratch));
+  } else if (bound <= 0) {
     // All weights under this together are less than what top_p leaves out.
     bound = static_cast<float>((1.0 - filter.top_p) * total / vocab_size * 0.999);
   }
@@ -213,28 +219,79 @@ int draw(const float* logits, int vocab_size, float temperature, const Filter& f
   return find(u * total, bound, scratch);
 }
 
-}  // namespace
-}  // namespace tokenmill
+// Row `row` of the answer to `rows`. Rows that are not numbers get scores that are none.
+void score(const TokenmillScore& rows, int row, Scratch& scratch) {
+  const float* logits = rows.logits + row * rows.row_stride;
+  const int64_t own = rows.own[row];
+  int32_t* const token_ids = rows.token_ids + static_cast<ptrdiff_t>(row) * (1 + rows.num_top);
+  float* const logprobs = rows.logprobs + static_cast<ptrdiff_t>(row) * (1 + rows.num_top);
 
-int32_t tokenmill_draw(const TokenmillDraw* rows) {
-  using namespace tokenmill;
+  const double total = weigh_row(logits, rows.vocab_size, 1.0f, scratch);
+  const double log_total = row_max(logits, rows.vocab_size) + std::log(total);
+  int more_likely = 0;
+  for (int token = 0; token < rows.vocab_size; ++token) more_likely += logits[token] > logits[own];
+  rows.ranks[row] = 1 + more_likely;
+  token_ids[0] = static_cast<int32_t>(own);
+  logprobs[0] = static_cast<float>(logits[own] - log_total);
+  if (rows.num_top == 0) return;
+
+  // `chosen` holds token ids here, in the order of the vocabulary. Weights of 0 may hide different logits.
+  const float bound = std::isfinite(total) ? top_bound(rows.num_top, scratch) : 0;
+  int32_t* const tokens = reinterpret_cast<int32_t*>(scratch.chosen);
+  int count = 0;
+  for (int chunk = 0; chunk < scratch.num_chunks; ++chunk) {
+    if (scratch.chunk_max[chunk] < bound) continue;
+    const int first = chunk * kChunk, end = std::min(first + kChunk, rows.vocab_size);
+    for (int token = first; token < end; ++token) {
+      tokens[count] = token;
+      count += !(scratch.weights[token] < bound);
+    }
+  }
+  // A total order, so that nothing but the row decides; what is not a number comes last.
+  const auto before = [logits](int32_t a, int32_t b) {
+    const float first = std::isnan(logits[a]) ? -INFINITY : logits[a];
+    const float second = std::isnan(logits[b]) ? -INFINITY : logits[b];
+    return first != second ? first > second : a < b;
+  };
+  std::partial_sort(tokens, tokens + rows.num_top, tokens + count, before);
+  for (int top = 0; top < rows.num_top; ++top) {
+    token_ids[1 + top] = tokens[top];
+    logprobs[1 + top] = static_cast<float>(logits[tokens[top]] - log_total);
+  }
+}
+
+// Calls body(row, scratch) for every row, on all threads. 0, or 1 if memory ran out.
+template <class Body>
+int32_t run_rows(int num_rows, int vocab_size, const Body& body) {
   static std::mutex mutex;
   static std::vector<Scratch> scratches;
   const std::lock_guard lock(mutex);
   try {
     ThreadPool& pool = ThreadPool::instance();
     scratches.resize(pool.num_threads());
-    for (Scratch& scratch : scratches) scratch.fit(rows->vocab_size);
+    for (Scratch& scratch : scratches) scratch.fit(vocab_size);
     pool.run([&](Worker& worker) {
-      worker.for_each(rows->num_rows, [&](int index) {
-        const Filter filter{rows->top_k[index], rows->top_p[index], rows->min_p[index]};
-        const float* logits = rows->logits + rows->rows[index] * rows->row_stride;
-        rows->tokens[index] = draw(logits, rows->vocab_size, rows->temperature[index], filter, rows->u[index],
-                                   scratches[worker.index()]);
-      });
+      worker.for_each(num_rows, [&](int row) { body(row, scratches[worker.index()]); });
     });
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;
   }
+}
+
+}  // namespace
+}  // namespace tokenmill
+
+int32_t tokenmill_draw(const TokenmillDraw* rows) {
+  using namespace tokenmill;
+  return run_rows(rows->num_rows, rows->vocab_size, [rows](int row, Scratch& scratch) {
+    const Filter filter{rows->top_k[row], rows->top_p[row], rows->min_p[row]};
+    const float* logits = rows->logits + rows->rows[row] * rows->row_stride;
+    rows->tokens[row] = draw(logits, rows->vocab_size, rows->temperature[row], filter, rows->u[row], scratch);
+  });
+}
+
+int32_t tokenmill_score(const TokenmillScore* rows) {
+  using namespace tokenmill;
+  return run_rows(rows->num_rows, rows->vocab_size, [rows](int row, Scratch& scratch) { score(*rows, row, scratch); });
 }

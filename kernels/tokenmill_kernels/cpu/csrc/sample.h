@@ -21,8 +21,21 @@ typedef struct {
   int32_t vocab_size;
 } TokenmillDraw;
 
-// 0, or 1 if memory ran out.
+typedef struct {
+  const float* logits;
+  int64_t row_stride;
+  const int64_t* own;   // [num_rows] the token that each row is asked about
+  int32_t* token_ids;   // out: [num_rows, 1 + num_top] own token, then the most likely ones
+  float* logprobs;      // out: [num_rows, 1 + num_top]
+  int32_t* ranks;       // out: [num_rows] 1 plus the number of tokens more likely than the own one
+  int32_t num_rows;
+  int32_t vocab_size;
+  int32_t num_top;      // at most vocab_size
+} TokenmillScore;
+
+// Both give 0, or 1 if memory ran out.
 __attribute__((visibility("default"))) int32_t tokenmill_draw(const TokenmillDraw* rows);
+__attribute__((visibility("default"))) int32_t tokenmill_score(const TokenmillScore* rows);
 
 #ifdef __cplusplus
 }
