@@ -2,6 +2,7 @@
 
 import glob
 import os
+from pathlib import Path
 
 import hypothesis
 import psutil
@@ -14,6 +15,8 @@ for _name in list(os.environ):
 for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "PROMETHEUS_MULTIPROC_DIR", "HF_TOKEN"):
     os.environ.pop(_name, None)
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Child processes that are part of a test are modules of `tests`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 # Triton decides when it is imported whether kernels are compiled or interpreted.
 if not glob.glob("/dev/nvidia*"):

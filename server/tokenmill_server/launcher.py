@@ -41,7 +41,6 @@ from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
 logger = logging.getLogger(__name__)
 
 _API_SERVER_MODULE = "tokenmill_server.api_process"
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ERROR_DELIVERY_S = 2.0
 """How long API servers get to tell clients that their engine died."""
 _DRAIN_GRACE_S = 3.0
@@ -66,7 +65,7 @@ def serve(configuration: Configuration) -> int:
         StartupError: the port is taken, or a process could not start.
         EngineDeadError: an engine core died; every open request was answered first, as far as possible.
     """
-    with Watcher() as watcher, RunDir() as run_dir, watcher.watch_signals(_STOP_SIGNALS):
+    with Watcher() as watcher, RunDir() as run_dir, watcher.watch_signals(_stop_signals()):
         listener = bind(configuration.server)
         launcher = Launcher(configuration, listener, run_dir, watcher)
         try:
@@ -74,6 +73,12 @@ def serve(configuration: Configuration) -> int:
         finally:
             launcher.stop()
             release(listener)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Those that mean: finish and end. Under `nohup` the end of the terminal does not."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
 
 
 class Launcher:

@@ -109,6 +109,30 @@ def test_prompt_that_ends_inside_a_character(server: Server) -> None:
     assert not any("Hello" in choice["text"] for choice in streamed.choices())
 
 
+def test_limits_inside_characters(server: Server) -> None:
+    """Every length of a text full of broken and whole characters: the same streamed and not, and only the end of it
+    may change with more tokens."""
+    longest = server.text("🦀 東京", max_tokens=24, ignore_eos=True)
+    for limit in range(1, 25):
+        fields = {"prompt": "🦀 東京", "max_tokens": limit, "temperature": 0, "ignore_eos": True}
+        whole = server.text(**fields)
+        assert read_stream(server.url, "/v1/completions", fields).text() == whole
+        assert longest.startswith(whole.rstrip("\ufffd"))
+
+
+def test_continuing_the_last_message_with_its_space(server: Server) -> None:
+    for text in ("OK!\n", "OK! "):
+        messages = [{"role": "user", "content": "Ready?"}, {"role": "assistant", "content": text}]
+        flags = {"add_generation_prompt": False, "continue_final_message": True}
+        reply = server.post("/v1/chat/completions", messages=messages, max_tokens=2, **flags)
+        assert reply.status_code == 200
+        rendered = f"<|im_start|>user\nReady?<|im_end|>\n<|im_start|>assistant\n{text}"
+        count = server.post("/tokenize", prompt=rendered, add_special_tokens=False).json()["count"]
+        assert reply.json()["usage"]["prompt_tokens"] == count
+        both = {"add_generation_prompt": True, "continue_final_message": True}
+        check_error(server.post("/v1/chat/completions", messages=messages, **both), 400)
+
+
 def test_choices_with_one_seed_differ_and_repeat(server: Server) -> None:
     fields = {"n": 4, "seed": 7, "temperature": 1, "max_tokens": 32}
     first, second = ([choice["text"] for choice in server.complete("Once", **fields)["choices"]] for _ in range(2))

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,3 +118,10 @@ def test_leaving_a_stream_ends_the_request(smollm_server: Server, client: OpenAI
     smollm_server.check_idle()
     assert smollm_server.metric("request_success_total", finished_reason="abort") == aborted + 1
     smollm_server.check_alive()
+
+
+def test_the_chat_command(smollm_server: Server) -> None:
+    case = REFERENCE[0]
+    command = [sys.executable, "-m", "tokenmill", "chat", "--url", f"{smollm_server.url}/v1", "--temperature", "0"]
+    done = subprocess.run([*command, "-q", case["prompt"]], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, case["fp32_text"] + "\n")

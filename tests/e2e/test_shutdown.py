@@ -88,3 +88,20 @@ def test_ctrl_c_in_a_terminal(tiny_model: Path) -> None:
             os.kill(pid, signal.SIGINT)
         assert stream.result(30).finish_reasons() == ["length"]
         assert server.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_end_of_the_terminal(tiny_model: Path, nohup: bool) -> None:
+    """It ends the server, unless `nohup` says that it should not."""
+    if nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children inherit it
+    try:
+        with start_server(str(tiny_model), *TINY_FLAGS) as server:
+            server.process.send_signal(signal.SIGHUP)
+            if nohup:
+                assert server.text("a")
+                assert server.stop() == 0
+            else:
+                assert server.process.wait(10) == 0
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)

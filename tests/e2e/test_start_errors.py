@@ -3,6 +3,8 @@
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,3 +158,20 @@ def test_nothing_is_left_in_the_temporary_folder(model: Path, tmp_path: Path, mo
         assert list(temporary.iterdir()) == []
     finally:
         shutil.rmtree(temporary)
+
+
+def test_files_of_the_current_folder_are_no_modules(model: Path, tmp_path: Path) -> None:
+    """A user's `tokenizers.py` or `queue.py` must not get into any process."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("tokenizers", "torch", "queue", "uvicorn"):
+        (here / f"{name}.py").write_text("raise RuntimeError('taken for a module')")
+    command = [str(Path(sys.executable).parent / "tokenmill"), "serve", str(model), "--device", "cpu", "--port", "0"]
+    with subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if "is ready at" in line:
+                server.terminate()
+        assert server.wait(30) == 0, "".join(lines)

@@ -37,9 +37,11 @@ def spawn_child(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
-        command = [sys.executable, "-m", module, "--control-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
+        # -P: a file in the user's current folder must not be taken for a module of ours or of a library.
+        command = [sys.executable, "-P", "-m", module]
+        ends = ["--control-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
         process = subprocess.Popen(
-            [*command, *args],
+            [*command, *ends, *args],
             pass_fds=(theirs.fileno(), *pass_fds),
             env=dict(env) if env is not None else None,
             stdin=subprocess.DEVNULL,
