@@ -14,6 +14,7 @@ from tokenmill_engine.sampling.table import SamplingTable
 from tokenmill_engine.sampling.tokens import TokenTable
 from tokenmill_kernels.cpu import sampling as native
 
+CPU = torch.device("cpu")
 NUM_SLOTS = 16
 MAX_LEN = 64
 
@@ -34,17 +35,17 @@ class SamplerHarness:
 
     vocab_size: int
     num_slots: int = NUM_SLOTS
+    device: torch.device = CPU
     table: SamplingTable = field(init=False)
     tokens: TokenTable = field(init=False)
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:
-        cpu = torch.device("cpu")
-        self.table = SamplingTable(self.num_slots, self.vocab_size, cpu)
+        self.table = SamplingTable(self.num_slots, self.vocab_size, self.device)
         self.tokens = TokenTable(
-            token_ids=torch.randint(0, self.vocab_size, (self.num_slots, MAX_LEN), dtype=torch.int32),
-            num_tokens=torch.ones(self.num_slots, dtype=torch.int32),
-            num_prompt=torch.ones(self.num_slots, dtype=torch.int32),
+            token_ids=torch.randint(0, self.vocab_size, (self.num_slots, MAX_LEN)).to(self.device, torch.int32),
+            num_tokens=torch.ones(self.num_slots, dtype=torch.int32, device=self.device),
+            num_prompt=torch.ones(self.num_slots, dtype=torch.int32, device=self.device),
         )
         self.sampler = Sampler(self.table, self.tokens)
 
