@@ -36,7 +36,7 @@ class CudaPreparer:
         # What the host sends: first tokens, slots, slots that sample, and which token their logits come from.
         self._sent = buffer(4 * num_rows + 1)
         self._query_start = self._sent[: num_rows + 1]
-        self._slots, self._sample_slots, self._logit_index = self._sent[num_rows + 1 :].split(num_rows)
+        self._slots, self._sample_slots, self._logit_index = self._sent[num_rows + 1 :].view(3, num_rows)
         self._input_ids, self._positions, self._seq_lens = buffer(max_tokens), buffer(max_tokens), buffer(num_rows)
         self._groups = [
             (buffer(num_rows, tables.shape.max_blocks), buffer(max_tokens, dtype=torch.int64))

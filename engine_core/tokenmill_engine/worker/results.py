@@ -55,11 +55,11 @@ class PendingResult:
         self._prompt_logprobs = _scores_to_host(prompt_logprobs)
         self._copied: torch.cuda.Event | None = None
         if token_ids.is_cuda:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def done(self) -> bool:
-        return self._copied is None or self._copied.query()
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> StepResult:
         """Blocks until the device is done with the step."""
