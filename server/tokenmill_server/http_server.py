@@ -2,11 +2,12 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 from email.utils import formatdate
 
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from tokenmill_server.accept import Acceptor, ConnectionCounts
@@ -65,6 +66,27 @@ class HttpServer:
     def _set_date(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         self._loop.call_later(_DATE_PERIOD_S, self._set_date)
+
+
+def direct_sink(send: Send) -> Callable[[bytes], bool] | None:
+    """A function that puts a body chunk straight on the connection to which `send` belongs, without a coroutine and
+    a task switch for every token. It refuses while the client reads too slowly; `send` waits for it then.
+
+    None if `send` is not this server's own, or the response has not begun or is not chunked.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
+        return None
+    flow, write = cycle.flow, cycle.transport.write
+
+    def sink(data: bytes) -> bool:
+        if flow.write_paused:
+            return False
+        if not cycle.disconnected:
+            write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return sink
 
 
 class _CountedProtocol(HttpToolsProtocol):

@@ -4,6 +4,7 @@ Chunks are pasted from pieces rendered once per stream and the JSON of the new t
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,9 @@ import msgspec
 from tokenmill_engine.errors import TokenmillError
 
 DONE = b"data: [DONE]\n\n"
+
+Sink = Callable[[bytes], bool]
+"""Takes bytes at once, or refuses them (False)."""
 
 json_bytes = msgspec.json.Encoder().encode
 
@@ -21,42 +25,54 @@ def event(body: Any) -> bytes:
 
 
 class EventBuffer:
-    """Bytes that wait to be sent to one client. Written from the event loop, read by one task.
+    """Bytes on their way to one client. Written from the event loop, read by one task.
 
-    Nothing limits it but the tokens that the request may generate: a slow reader does not slow the engine.
+    While a `sink` takes them at once nothing is stored and nobody is woken. Nothing limits what is stored but the
+    tokens that the request may generate: a slow reader does not slow the engine.
     """
 
-    __slots__ = ("_chunks", "_loop", "_waiter", "closed", "error")
+    __slots__ = ("_chunks", "_loop", "_sink", "_waiter", "closed", "error")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._chunks: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
         self.closed = False
         """No more is to come."""
         self.error: TokenmillError | None = None
         """Why it was closed before its end."""
 
     def write(self, data: bytes) -> None:
-        if not data:  # an empty read means the end
-            return
+        """Passes `data` on, or stores it. It must not be empty: an empty chunk would end the response."""
+        if self._sink is not None:
+            if self._sink(data):
+                return
+            self._sink = None  # what comes later must not overtake this
         self._chunks.append(data)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._wake()
 
     def close(self, error: TokenmillError | None = None) -> None:
         self.closed = True
         self.error = error
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._sink = None
+        self._wake()
+
+    def attach(self, sink: Sink) -> None:
+        """Lets `sink` have what is written from now on, until it refuses. No-op while older bytes wait."""
+        if not self._chunks and not self.closed:
+            self._sink = sink
 
     async def read(self) -> bytes:
-        """What has been written since the last read, as soon as there is something; nothing once closed and empty."""
+        """What has been stored since the last read, as soon as there is something; nothing once closed and empty."""
         if not self._chunks and not self.closed:
             self._waiter = self._loop.create_future()
             await self._waiter
             self._waiter = None
         chunks, self._chunks = self._chunks, []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -151,7 +151,9 @@ class ChoiceStream:
         if not state.started:
             state.started = True
             state.num_waiting = self._interval  # the first chunk does not wait
-            self._write(self._shape.start(self._session, self._first_index + choice.index, state, choice))
+            opening = self._shape.start(self._session, self._first_index + choice.index, state, choice)
+            if opening:
+                self._write(opening)
         if self._fast and logprobs is None and choice.finish_reason is None:
             if text:
                 self._write(self._prefixes[choice.index] + json_bytes(text) + self._suffix)

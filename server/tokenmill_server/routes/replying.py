@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill_server.errors import ErrorReply, describe
+from tokenmill_server.http_server import direct_sink
 from tokenmill_server.processing.sse import EventBuffer
 
 T = TypeVar("T")
@@ -68,8 +69,12 @@ class EventStreamResponse(Response):
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         send = scope["state"].get(DIRECT_SEND, send)
+        sink = direct_sink(send)
         while not buffer.closed:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            if sink is not None:
+                buffer.attach(sink)
             data = await buffer.read()
         if buffer.error is not None:
             data += describe(buffer.error).events()
