@@ -46,11 +46,18 @@ class BuildError(Exception):
 
 
 def cache_dir() -> Path:
-    """Where built libraries are kept: TOKENMILL_CACHE_DIR, or `tokenmill` in the user's cache directory."""
+    """Where built libraries are kept: TOKENMILL_CACHE_DIR, or `tokenmill` in the user's cache directory.
+
+    Raises:
+        BuildError: the user has no home directory and names no other place.
+    """
     chosen = os.environ.get("TOKENMILL_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill"
+    except RuntimeError as error:
+        raise BuildError("no home directory to keep the library in; set TOKENMILL_CACHE_DIR") from error
 
 
 def find_compiler() -> str | None:

@@ -188,8 +188,13 @@ def load() -> ctypes.CDLL | None:
         function = getattr(library, f"tokenmill_{name}")
         function.restype = result
         function.argtypes = arguments
-    library.tokenmill_set_num_threads(len(os.sched_getaffinity(0)))
+    library.tokenmill_set_num_threads(_num_processors())
     return library
+
+
+def _num_processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_num_threads(count: int) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,7 @@ def allocate(size: int, dtype: torch.dtype) -> torch.Tensor:
     if num_bytes < 2 * _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=dtype)
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages says so; ordinary ones do as well, only slower
+        memory.madvise(mmap.MADV_HUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return torch.frombuffer(memory, dtype=dtype, count=size, offset=-address % _HUGE_PAGE_BYTES)

@@ -12,7 +12,16 @@ from tokenmill_kernels.cpu.library import load, set_num_threads
 from tokenmill_kernels.cpu.packed import PackedWeight, can_pack, pack, packed_size
 
 DTYPES = [torch.float32, torch.bfloat16]
-SIZES = [(1, 2, 1), (1, 576, 960), (7, 64, 17), (17, 100, 81), (33, 576, 16), (81, 36, 700), (200, 1536, 576)]
+SIZES = [
+    (0, 64, 17),
+    (1, 2, 1),
+    (1, 576, 960),
+    (7, 64, 17),
+    (17, 100, 81),
+    (33, 576, 16),
+    (81, 36, 700),
+    (200, 1536, 576),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +51,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: int, first: int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "vocab_size"), [(1, 1), (1, 49), (17, 4096), (70, 333)])
+@pytest.mark.parametrize(("num_tokens", "vocab_size"), [(0, 5), (1, 1), (1, 49), (17, 4096), (70, 333)])
 def test_argmax(dtype: torch.dtype, num_tokens: int, vocab_size: int) -> None:
     """Small integers: every product is exact, and equal maxima are common."""
     x = torch.randint(-2, 3, (num_tokens, 8)).to(dtype)

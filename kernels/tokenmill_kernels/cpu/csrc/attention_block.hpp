@@ -12,7 +12,7 @@
 namespace tokenmill {
 
 constexpr int kBlockLanes = 64;
-constexpr int kBlockKeys = 128;
+constexpr int kBlockKeys = 512;
 
 // Stands for minus infinity: far below any score, and its differences are numbers.
 constexpr float kMasked = -1e30f;

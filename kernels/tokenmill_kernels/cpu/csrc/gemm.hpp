@@ -46,19 +46,28 @@ struct Block {
 constexpr int kSmallProductRows = 64;
 constexpr int kRowsPerTask = 192;
 // With fewer rows there is less arithmetic than memory traffic, and the processor's own prefetching does better.
-constexpr int kFetchAheadRows = 6;
+constexpr int kFetchAheadRows = 2;
 
+// The part of `lines` cache lines that falls to one of several passes.
+inline Upcoming share_of(const int32_t* lines, int count, int pass, int passes) {
+  const int first = count * pass / passes, end = count * (pass + 1) / passes;
+  return {reinterpret_cast<const char*>(lines + static_cast<ptrdiff_t>(first) * kLanes), end - first};
+}
+
+// Panels panel .. panel + Panels - 1 times some rows. As many panels from `upcoming` on are fetched meanwhile, unless it
+// is negative.
 template <class T, int Panels, class Finish>
 void multiply_panels(const Rows<T>& a, int first_row, int end_row, const PackedMatrix<T>& weight, int panel,
-                     const int32_t* upcoming, Finish& finish) {
+                     int upcoming, Finish& finish) {
   alignas(64) float values[kMaxTileRows<Panels> * Panels * kLanes];
   const ptrdiff_t a_stride = a.stride / kUnitSize<T>;
   const int passes = ceil_div(end_row - first_row, kMaxTileRows<Panels>);
+  const int lines = Panels * weight.units();
   int pass = 0;
   for (int row = first_row; row < end_row; ++pass) {
     const int rows = tile_rows(end_row - row, kMaxTileRows<Panels>);
     const int32_t* units = reinterpret_cast<const int32_t*>(a.data) + row * a_stride;
-    const Upcoming ahead{upcoming, upcoming ? pass * Panels / passes : 0, upcoming ? (pass + 1) * Panels / passes : 0};
+    const Upcoming ahead = upcoming < 0 ? Upcoming{} : share_of(weight.panel(upcoming), lines, pass, passes);
     finish.prepare(row, rows, panel * kLanes, Panels * kLanes);
     product_tile<T, Panels>(rows, {units, a_stride, 1}, {weight.panel(panel), weight.panel_units()}, weight.units(),
                             ahead, values);
@@ -75,7 +84,6 @@ void multiply(Worker& worker, const Rows<T>& a, const PackedMatrix<T>& weight, F
   const int panels = weight.panels();
   const bool small = a.count <= kSmallProductRows;
   const int group = small && panels < 64 * worker.count() ? 2 : 4;
-  const bool fetch_ahead = small && a.count >= kFetchAheadRows;
   const int groups = ceil_div(panels, group);
   const int chunks = small ? 1 : ceil_div(a.count, kRowsPerTask);
   worker.for_each(groups * chunks, [&](int task) {
@@ -83,8 +91,9 @@ void multiply(Worker& worker, const Rows<T>& a, const PackedMatrix<T>& weight, F
     const int first_row = static_cast<int>(static_cast<int64_t>(a.count) * chunk / chunks);
     const int end_row = static_cast<int>(static_cast<int64_t>(a.count) * (chunk + 1) / chunks);
     const int first = task / chunks * group, end = std::min(first + group, panels);
-    const int32_t* upcoming = fetch_ahead && end + group <= panels ? weight.panel(end) : nullptr;
+    const bool fetch_ahead = a.count >= kFetchAheadRows && chunk == chunks - 1;
     for (int panel = first; panel < end;) {
+      const int upcoming = fetch_ahead && panel + 2 * group <= panels ? panel + group : -1;
       if (end - panel >= 4) {
         multiply_panels<T, 4>(a, first_row, end_row, weight, panel, upcoming, finish);
         panel += 4;

@@ -3,7 +3,9 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kPrefetchUnits = 16;
+// Lines are fetched a few at a time between runs of this many units, as fast as the arithmetic goes.
+constexpr int kPrefetchUnits = 8;
+constexpr int kLineBytes = 64;
 
 template <class T, int NumRows, int Panels>
 TOKENMILL_INLINE void accumulate(F32x16 (&sums)[NumRows][Panels], const int32_t* a, const TileRows& rows,
@@ -28,13 +30,13 @@ template <class T, int NumRows, int Panels>
 void product_tile_of(TileRows rows, TilePanels panels, int units, Upcoming upcoming,
                                                float* out) {
   F32x16 sums[NumRows][Panels] = {};
-  if (upcoming.first < upcoming.end) {
+  if (upcoming.lines > 0) {
+    const int lines_each = ceil_div(upcoming.lines, ceil_div(units, kPrefetchUnits));
+    int line = 0;
     for (int k = 0; k < units; k += kPrefetchUnits) {
+      const int last = line + lines_each < upcoming.lines ? line + lines_each : upcoming.lines;
+      for (; line < last; ++line) prefetch_far(upcoming.data + line * kLineBytes);
       const int count = units - k < kPrefetchUnits ? units - k : kPrefetchUnits;
-      for (int panel = upcoming.first; panel < upcoming.end; ++panel) {
-        const int32_t* next = upcoming.data + panel * panels.panel_stride + k * kLanes;
-        for (int line = 0; line < count; ++line) prefetch_far(next + line * kLanes);
-      }
       accumulate<T>(sums, rows.data + k * rows.step, rows, panels.data + k * kLanes, panels.panel_stride, count);
     }
   } else {

@@ -31,11 +31,10 @@ struct TilePanels {
   ptrdiff_t panel_stride;
 };
 
-// Panels first .. end - 1 of the group of panels at `data` are prefetched while the tile is computed.
+// Cache lines that are fetched while the tile is computed.
 struct Upcoming {
-  const int32_t* data;
-  int first;
-  int end;
+  const char* data = nullptr;
+  int lines = 0;
 };
 
 // out[num_rows][Panels * 16] = rows times panels over `units`; 1 <= num_rows <= kMaxTileRows<Panels>.

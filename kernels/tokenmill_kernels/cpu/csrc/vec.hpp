@@ -271,24 +271,26 @@ TOKENMILL_INLINE F32x16 dot(F32x16 sum, I32x16 a, I32x16 b) {
   }
 }
 
-// Units of two rows of values that follow each other along the summed dimension.
-TOKENMILL_INLINE I32x16 pair_values(F32x16 first, F32x16 second) {
-#if TOKENMILL_AVX512_BF16
-  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)first));
-  const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)second));
-  return (I32x16)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+// Units of two rows of bfloat16 that follow each other along the summed dimension: lane l holds low[l], high[l].
+TOKENMILL_INLINE I32x16 pair_bits(U16x16 low, U16x16 high) {
+#if TOKENMILL_AVX512
+  const __m512i rows = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1);
+  const __m512i order = (__m512i)(I32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x00010001 + 0x00100000);
+  return (I32x16)_mm512_permutexvar_epi16(order, rows);
 #else
-  U16x16 low, high;
-  store(reinterpret_cast<BFloat16*>(&low), first);
-  store(reinterpret_cast<BFloat16*>(&high), second);
   return (I32x16)(__builtin_convertvector(low, U32x16) | (__builtin_convertvector(high, U32x16) << 16));
 #endif
 }
 
 TOKENMILL_INLINE I32x16 pair_values(const BFloat16* first, const BFloat16* second) {
-  const U32x16 low = __builtin_convertvector(load_bits<U16x16>(first), U32x16);
-  const U32x16 high = __builtin_convertvector(load_bits<U16x16>(second), U32x16);
-  return (I32x16)(low | (high << 16));
+  return pair_bits(load_bits<U16x16>(first), load_bits<U16x16>(second));
+}
+
+TOKENMILL_INLINE I32x16 pair_values(F32x16 first, F32x16 second) {
+  U16x16 low, high;
+  store(reinterpret_cast<BFloat16*>(&low), first);
+  store(reinterpret_cast<BFloat16*>(&high), second);
+  return pair_bits(low, high);
 }
 
 // Starts to fetch a cache line to the first or the second level. A function that does nothing else must be inlined too:
