@@ -172,8 +172,8 @@ def linear(
 def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
     """Index of the largest entry of each row of x [T, K] @ weight [V, K].T -> int64 [T].
 
-    Of equal entries the lowest index wins. A row with a NaN gives -1. On the CPU the product is compared in float32
-    and never stored.
+    Of equal entries the lowest index wins. A row with a NaN gives -1. With a packed weight the product is compared in
+    float32 and never stored; otherwise in x's dtype.
     """
     if x.is_cuda:
         logits = linear(x, weight)

@@ -223,6 +223,7 @@ def linear(
     if not isinstance(weight, PackedWeight):
         product = F.linear(x, weight, bias)
         return product if out_dtype is None else product.to(out_dtype)
+    x = _whole_units(x)
     out = torch.empty((x.shape[0], weight.out_features), dtype=out_dtype or x.dtype)
     arguments = _linear_struct(x, weight, out)
     if bias is not None:
@@ -240,6 +241,7 @@ def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch
         logits = F.linear(x, weight)
         best = logits.argmax(dim=-1)
         return torch.where(logits.isnan().any(dim=-1), -1, best)
+    x = _whole_units(x)
     out = torch.empty(x.shape[0], dtype=torch.int64)
     arguments = _linear_struct(x, weight, out)
     library = load()
@@ -289,12 +291,12 @@ def _attention_shape(q: torch.Tensor, cache: torch.Tensor) -> AttentionShapeStru
 
 
 def _linear_struct(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> LinearStruct:
-    """Everything but the bias.
+    """Everything but the bias, for an x that `_whole_units` let through.
 
     Raises:
-        TypeError: x's type or width is not the weight's, or its rows are not contiguous.
+        TypeError: x's type or width is not the weight's.
     """
-    if x.dtype != weight.dtype or x.dim() != 2 or x.shape[1] != weight.in_features or x.stride(1) != 1:
+    if x.dtype != weight.dtype or x.dim() != 2 or x.shape[1] != weight.in_features:
         raise TypeError(
             f"a packed {weight.dtype} matrix {list(weight.shape)} does not take x {list(x.shape)} of {x.dtype}"
         )
@@ -310,6 +312,11 @@ def _linear_struct(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> 
         dtype=DTYPE_CODES[x.dtype],
         out_dtype=DTYPE_CODES.get(out.dtype, 0),
     )
+
+
+def _whole_units(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where its rows are not contiguous or begin at odd places: the library reads 32 bits at a time."""
+    return x if x.stride(-1) == 1 and x.stride(0) * x.itemsize % 4 == 0 else x.contiguous()
 
 
 def _same_rows(x: torch.Tensor, *others: torch.Tensor) -> bool:

@@ -92,7 +92,18 @@ def test_what_cannot_be_packed_stays_plain() -> None:
     assert cpu.pack_linear(odd) is odd
 
 
-@pytest.mark.parametrize("x", [torch.ones(2, 5), torch.ones(2, 4).bfloat16(), torch.ones(4), torch.ones(4, 2).T])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
+    """Rows an odd number of elements apart, and columns that are apart."""
+    weight = torch.randn(17, 6).to(dtype)
+    for x in (torch.randn(5, 7).to(dtype)[:, 1:], torch.randn(6, 5).to(dtype).T):
+        assert_near(cpu.linear(x, pack(weight)), reference.linear(x, weight))
+        assert torch.equal(
+            cpu.linear_argmax(x, pack(weight)), cpu.linear(x, pack(weight), out_dtype=torch.float32).argmax(1)
+        )
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 5), torch.ones(2, 4).bfloat16(), torch.ones(4)])
 def test_rows_that_do_not_fit_are_refused(x: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="does not take x"):
         cpu.linear(x, pack(torch.ones(3, 4)))

@@ -76,7 +76,7 @@ typedef struct {
 
 typedef struct {
   const void* x;
-  int64_t x_stride;
+  int64_t x_stride; /* even for bfloat16 */
   const void* weight; /* packed */
   const void* bias;   /* or null */
   void* out;

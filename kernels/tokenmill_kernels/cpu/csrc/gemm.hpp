@@ -54,8 +54,8 @@ inline Upcoming share_of(const int32_t* lines, int count, int pass, int passes) 
   return {reinterpret_cast<const char*>(lines + static_cast<ptrdiff_t>(first) * kLanes), end - first};
 }
 
-// Panels panel .. panel + Panels - 1 times some rows. As many panels from `upcoming` on are fetched meanwhile, unless it
-// is negative.
+// Panels panel .. panel + Panels - 1 times some rows. As many panels from `upcoming` on are fetched meanwhile, unless
+// it is negative.
 template <class T, int Panels, class Finish>
 void multiply_panels(const Rows<T>& a, int first_row, int end_row, const PackedMatrix<T>& weight, int panel,
                      int upcoming, Finish& finish) {

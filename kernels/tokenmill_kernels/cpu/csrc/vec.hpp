@@ -275,7 +275,8 @@ TOKENMILL_INLINE F32x16 dot(F32x16 sum, I32x16 a, I32x16 b) {
 TOKENMILL_INLINE I32x16 pair_bits(U16x16 low, U16x16 high) {
 #if TOKENMILL_AVX512
   const __m512i rows = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1);
-  const __m512i order = (__m512i)(I32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x00010001 + 0x00100000);
+  const I32x16 lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const __m512i order = (__m512i)(lanes | (lanes + kLanes) << 16);
   return (I32x16)_mm512_permutexvar_epi16(order, rows);
 #else
   return (I32x16)(__builtin_convertvector(low, U32x16) | (__builtin_convertvector(high, U32x16) << 16));
