@@ -1,8 +1,8 @@
 """What happens around every HTTP request: its id, the API key, the request metrics. Plain ASGI, one layer."""
 
 import hmac
+import os
 import time
-import uuid
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,7 +37,7 @@ class RequestFrame:
         state = scope.setdefault("state", {})
         own_id = headers.get(b"x-request-id", b"").decode("latin-1")
         state["has_own_id"] = is_request_id(own_id)
-        state["request_id"] = own_id if state["has_own_id"] else uuid.uuid4().hex
+        state["request_id"] = own_id if state["has_own_id"] else os.urandom(16).hex()
         state[DIRECT_SEND] = send
         status = 500
 

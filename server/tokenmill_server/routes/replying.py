@@ -64,8 +64,9 @@ class EventStreamResponse(Response):
         buffer = self._buffer
         data = await buffer.read()
         if not data:
-            if buffer.error is not None:
-                await error_response(describe(buffer.error))(scope, receive, send)
+            if buffer.error is None:
+                raise ClientGoneError
+            await error_response(describe(buffer.error))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         send = scope["state"].get(DIRECT_SEND, send)

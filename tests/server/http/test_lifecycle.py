@@ -118,7 +118,15 @@ def test_drain_ends_in_time() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_stops_all_its_choices(server: Server, stream: bool) -> None:
-    """B55: nothing is left open, in the engine or here."""
+    """B55: nothing is left open, in the engine or here, and it is nobody's error but the client's."""
+
+    def counted(status: str) -> float:
+        with server.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        series = f'http_requests_total{{handler="{PATH}",method="POST",status="{status}"}} '
+        return sum(float(line.removeprefix(series)) for line in lines if line.startswith(series))
+
+    client_errors, server_errors = counted("4xx"), counted("5xx")
     engine = server.engines[0]
     engine.paused.set()
     before = len(engine.aborted)
@@ -128,6 +136,8 @@ def test_a_client_that_goes_away_stops_all_its_choices(server: Server, stream: b
     wait_until(lambda: engine.num_running == 0)
     engine.paused.clear()
     assert [reason for _, reason in engine.aborted[before:]] == [FinishReason.ABORT] * 4
+    wait_until(lambda: counted("4xx") == client_errors + 1)
+    assert counted("5xx") == server_errors
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream(server: Server) -> None:
