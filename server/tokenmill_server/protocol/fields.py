@@ -83,6 +83,9 @@ class GenerationFields(BaseModel):
         """Raises InvalidRequestError for contradictions that need no model to see."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise InvalidRequestError("continuous_usage_stats needs include_usage", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
         if self.stream_interval is not None and self.stream_interval < 1:

@@ -19,9 +19,11 @@ async def create_chat_completion(request: Request) -> Response:
     messages = parse_messages(fields.messages)
     options = chat_options(fields, inputs.template_variables)
     limit = fields.token_limit()
+    if limit is None and "max_tokens" in defaults:
+        limit = min(defaults["max_tokens"], inputs.max_model_len)  # the model's own default may exceed what fits here
     sampling = fields.sampling_params(
         defaults,
-        max_tokens=defaults.get("max_tokens") if limit is None else limit,
+        max_tokens=limit,
         logprobs=fields.num_top_logprobs(),
         prompt_logprobs=fields.prompt_logprobs,
     )

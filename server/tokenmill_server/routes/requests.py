@@ -54,7 +54,7 @@ class Call:
             StreamOptionsInEffect(
                 interval=max(self.context.config.stream_interval, fields.stream_interval or 1),
                 include_usage=bool(options and options.include_usage),
-                continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+                continuous_usage=bool(options and options.continuous_usage_stats),
                 return_token_ids=bool(fields.return_token_ids),
             ),
         )

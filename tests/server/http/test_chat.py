@@ -83,6 +83,8 @@ def test_continuous_usage(client: httpx.Client) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in stream.chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 6
+    alone = chat(stream=True, stream_options={"continuous_usage_stats": True})
+    assert is_error(client.post(PATH, json=alone), 400, "stream_options")
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5])

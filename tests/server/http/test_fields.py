@@ -214,6 +214,11 @@ def test_defaults_of_the_model_and_of_the_server() -> None:
         assert sizes == [0, 1, 3, 3, 3]
 
 
+def test_a_default_limit_beyond_the_context_is_no_error_of_the_client() -> None:
+    with run_server(default_sampling={"max_tokens": 10**6}) as server, server.client() as client:
+        assert client.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}).status_code == 200
+
+
 def test_priority_under_its_policy() -> None:
     config = dataclasses.replace(engine_config(), scheduler=SchedulerConfig(policy="priority"))
     with run_server(engine=config) as server, server.client() as client:
