@@ -21,6 +21,7 @@ from tokenmill_engine.messages import (
     ClientMessage,
     EngineMessage,
     FinishReason,
+    Hello,
     LoadReport,
     StepOutput,
 )
@@ -52,6 +53,7 @@ class EngineClient:
         self.balancer = LoadBalancer(num_engines)
         self.on_output = on_output or _ignore
         self._run_dir = run_dir
+        self._client = client
         self._identity = client_identity(client)
         self._ids = RequestIds(client, incarnation)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -64,7 +66,8 @@ class EngineClient:
     async def start(self) -> None:
         """Connects to every engine core; they must have bound their sockets.
 
-        The output side is up before the input side begins: an engine must know this client before it answers it.
+        The output side is up before the input side begins: an engine must know this client before it answers it. From
+        its greeting on, each engine reports its load also while this client has nothing there.
         """
         self._loop = asyncio.get_running_loop()
         for engine in range(self.num_engines):
@@ -72,6 +75,7 @@ class EngineClient:
             link = _Link(await self._connect(input_endpoint(self._run_dir, engine)), output)
             self._links.append(link)
             self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
+            self._send(engine, Hello(self._client))
             self._read(engine)
 
     def close(self) -> None:
