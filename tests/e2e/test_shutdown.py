@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
-from tests.support.server import check_error, start_server, wait_for
+from tests.support.server import Server, check_error, start_server, wait_for
 from tests.support.streams import BackgroundStream
 
 pytestmark = pytest.mark.slow
@@ -18,11 +18,19 @@ pytestmark = pytest.mark.slow
 ENDLESS = {"prompt": "Once", "max_tokens": 60000, "ignore_eos": True}
 
 
+def tokens_in(server: Server, seconds: float) -> int:
+    """About how many tokens one request generates in this time."""
+    started = time.monotonic()
+    server.text("Once", max_tokens=100, ignore_eos=True)
+    return int(100 * seconds / (time.monotonic() - started)) + 50
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_open_answers_finish_and_new_work_is_refused(tiny_model: Path, number: signal.Signals) -> None:
     with start_server(str(tiny_model), *TINY_FLAGS, "-asc", "2") as server:
-        alone = server.text("Once", max_tokens=1500, ignore_eos=True)
-        fields = {"prompt": "Once", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        limit = tokens_in(server, seconds=3)
+        alone = server.text("Once", max_tokens=limit, ignore_eos=True)
+        fields = {"prompt": "Once", "max_tokens": limit, "temperature": 0, "ignore_eos": True}
         streams = [BackgroundStream(server.url, "/v1/completions", **fields, stream=stream) for stream in (True, False)]
         streams[0].wait_for_events(3)
         # Connections that are open already, one per API server at least, see the refusal.
@@ -81,7 +89,7 @@ def test_stop_while_loading(tiny_model: Path) -> None:
 def test_ctrl_c_in_a_terminal(tiny_model: Path) -> None:
     """A terminal signals the whole foreground group; open answers still finish."""
     with start_server(str(tiny_model), *TINY_FLAGS) as server:
-        fields = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
+        fields = {"prompt": "Once", "max_tokens": tokens_in(server, seconds=2), "ignore_eos": True}
         stream = BackgroundStream(server.url, "/v1/completions", **fields)
         stream.wait_for_events()
         for pid in (server.process.pid, *server.engine_pids(), *server.api_server_pids()):
