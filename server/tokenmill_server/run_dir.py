@@ -1,10 +1,12 @@
 """The private folder of one server (or one `LLM`): sockets between its processes, metric files, accept counts.
 
-The owner holds a lock on it, so that the next start can tell a folder in use from one left by a killed server.
+The owner holds a lock on the folder itself, so that the next start can tell one in use from one left by a killed
+server. (systemd-tmpfiles, which ages /tmp, respects such locks too.)
 """
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -12,8 +14,7 @@ from pathlib import Path
 
 from tokenmill_engine.errors import StartupError
 
-_PREFIX = "tokenmill-"
-_LOCK = "lock"
+_OURS = re.compile(r"tokenmill-\d+-[0-9a-f]{8}")
 _METRICS = "metrics"
 _MAX_SOCKET_PATH = 107
 _LONGEST_FILE = "/engine-999.out"
@@ -28,7 +29,7 @@ class RunDir:
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
-        self.path = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        self.path = parent / f"tokenmill-{os.getpid()}-{secrets.token_hex(4)}"
         if len(str(self.path)) + len(_LONGEST_FILE) > _MAX_SOCKET_PATH:
             raise StartupError(f"{parent} is too long a path for sockets; set TMPDIR to a shorter one, such as /tmp")
         remove_stale(parent)
@@ -36,7 +37,7 @@ class RunDir:
         try:
             unlocked.mkdir(mode=0o700)
             (unlocked / _METRICS).mkdir()
-            self._lock = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            self._lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             # Others look at the final name only, so they never see a folder that is not locked yet.
             unlocked.rename(self.path)
@@ -66,16 +67,17 @@ class RunDir:
 
 def remove_stale(parent: Path) -> None:
     """Removes the run folders in `parent` that are ours and that nobody holds."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob("tokenmill-*"):
+        if _OURS.fullmatch(folder.name) is None:
+            continue
         try:
-            if folder.lstat().st_uid != os.geteuid():
-                continue
-            lock = os.open(folder / _LOCK, os.O_RDWR)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
             continue
         finally:

@@ -143,7 +143,7 @@ def test_dead_api_server_is_replaced_and_its_requests_are_dropped() -> None:
         run.wait_for("is ready at")
         os.kill(run.pid("api 1.0"), signal.SIGKILL)
         run.wait_for(r"api 1\.1 hears EnginesReady")
-        run.wait_for(r"engine \d hears that client 1 is gone", count=2)
+        run.wait_for(r"engine \d hears that client 1\.0 is gone", count=2)
         assert "API server 1 was killed" in run.log
         run.process.send_signal(signal.SIGINT)
         run.wait(0)

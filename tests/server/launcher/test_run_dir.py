@@ -34,7 +34,7 @@ def test_folders_in_use_stay_others_go(temporary: Path) -> None:
         [sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(temporary)}, stdout=subprocess.PIPE, check=False
     )
     left_by_a_killed_server = Path(done.stdout.decode().strip())
-    foreign = temporary / "tokenmill-notes"
+    foreign = temporary / "tokenmill-2026-notes"
     foreign.mkdir()
     assert left_by_a_killed_server.is_dir()
     with RunDir() as first, RunDir() as second:
@@ -44,10 +44,14 @@ def test_folders_in_use_stay_others_go(temporary: Path) -> None:
     assert foreign.is_dir()
 
 
-def test_sweeping_ignores_what_is_not_a_folder_of_ours(temporary: Path) -> None:
-    (temporary / "tokenmill-file").touch()
+def test_sweeping_ignores_what_is_not_a_folder_of_ours(temporary: Path, tmp_path: Path) -> None:
+    file, link = temporary / "tokenmill-1-00000000", temporary / "tokenmill-1-00000001"
+    file.touch()
+    link.symlink_to(tmp_path)
     remove_stale(temporary)
-    assert (temporary / "tokenmill-file").exists()
+    assert file.exists()
+    assert link.is_symlink()
+    assert temporary.is_dir()
 
 
 def test_unusable_folders(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
