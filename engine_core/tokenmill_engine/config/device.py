@@ -5,6 +5,7 @@ CUDA is asked through the driver library, so `CUDA_VISIBLE_DEVICES` is honoured 
 
 import ctypes
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from tokenmill_engine.errors import ConfigError, StartupError
 
 _CUDA_LIBRARIES = ("libcuda.so.1", "libcuda.so")
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 _DEVICE_NAME_BYTES = 256
 _ATTRIBUTE_CAPABILITY_MAJOR, _ATTRIBUTE_CAPABILITY_MINOR = 75, 76
 _FIRST_BFLOAT16_CAPABILITY = (8, 0)
@@ -109,9 +111,38 @@ def host_memory_bytes() -> int:
     return total
 
 
+def cgroup_available_bytes(root: Path) -> int | None:
+    """Memory that the control group under `root` still leaves, or None without a limit. Cached file content that was
+    not used lately counts as free: the kernel drops it first."""
+    for limit_file, usage_file, stat_file, inactive in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        limit = _read(root / limit_file)
+        if limit is None or not limit.isdigit():
+            continue
+        usage = _read(root / usage_file) or "0"
+        stat = dict(line.split(" ", 1) for line in (_read(root / stat_file) or "").splitlines() if " " in line)
+        return max(0, int(limit) - max(0, int(usage) - int(stat.get(inactive, 0))))
+    return None
+
+
+def available_host_bytes() -> int:
+    """Memory that this process could still get."""
+    available = int(psutil.virtual_memory().available)
+    left = cgroup_available_bytes(_CGROUP)
+    return available if left is None else min(available, left)
+
+
+def count_cores(cpus: Iterable[int], root: Path) -> int:
+    """Physical cores among the logical `cpus`, from the topology under `root`. A CPU without one is a core."""
+    return len({_read(root / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus})
+
+
 def cpu_threads() -> int:
-    """Cores this process may keep busy: its affinity mask, cut to the control group's quota. At least 1."""
-    available = float(len(os.sched_getaffinity(0)))
+    """Threads that compute at full speed: the physical cores of the affinity mask (a second hyperthread adds nothing to
+    kernels that keep the vector units or the memory busy), cut to the control group's quota. At least 1."""
+    available = float(count_cores(os.sched_getaffinity(0), _CPUS))
     quota = _cgroup_value("cpu.max")
     if quota is not None:
         limit, _, period = quota.partition(" ")
@@ -127,7 +158,11 @@ def cpu_threads() -> int:
 
 def _cgroup_value(file: str) -> str | None:
     """Content of a control file as a container sees it (version 2 names, or a version 1 controller's folder)."""
+    return _read(_CGROUP / file)
+
+
+def _read(path: Path) -> str | None:
     try:
-        return (_CGROUP / file).read_text(encoding="ascii").strip()
+        return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None

@@ -5,10 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
-from tokenmill_engine.config.device import host_memory_bytes
+from tokenmill_engine.config.device import available_host_bytes
 from tokenmill_engine.config.engine import CacheConfig, EngineConfig, ModelConfig
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import KVGroup
@@ -110,11 +109,6 @@ def graph_bytes(num_graphs: int, largest_batch: int, max_num_batched_tokens: int
     if num_graphs == 0:
         return 0
     return num_graphs * _GRAPH_BYTES + math.ceil(peak * min(1.0, largest_batch / max_num_batched_tokens))
-
-
-def available_host_bytes() -> int:
-    """Host memory that this process could still get."""
-    return min(int(psutil.virtual_memory().available), host_memory_bytes())
 
 
 def cpu_kv_bytes(config: EngineConfig, block_bytes: int) -> int:

@@ -9,7 +9,16 @@ import psutil
 import pytest
 
 from tests.support.tiny_models import tiny_config
-from tokenmill_engine.config.device import DeviceInfo, cpu_threads, detect_device, host_memory_bytes, resolve_dtype
+from tokenmill_engine.config.device import (
+    DeviceInfo,
+    available_host_bytes,
+    cgroup_available_bytes,
+    count_cores,
+    cpu_threads,
+    detect_device,
+    host_memory_bytes,
+    resolve_dtype,
+)
 from tokenmill_engine.config.hf_folder import parse_architecture
 from tokenmill_engine.errors import ConfigError, StartupError
 
@@ -45,8 +54,51 @@ def test_threads_follow_the_container_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], threads: int
 ) -> None:
     _write_cgroup(tmp_path, monkeypatch, files)
+    monkeypatch.setattr("tokenmill_engine.config.device._CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert cpu_threads() == threads
+
+
+def test_hyperthreads_of_a_core_count_once(tmp_path: Path) -> None:
+    for cpu in range(8):
+        file = tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    assert count_cores(range(8), tmp_path) == 4
+    assert count_cores({0, 4}, tmp_path) == 1
+    assert count_cores({1, 2, 6}, tmp_path) == 2
+    assert count_cores({1, 20, 21}, tmp_path) == 3
+
+
+V1 = {
+    "memory/memory.limit_in_bytes": "1000000",
+    "memory/memory.usage_in_bytes": "700000",
+    "memory/memory.stat": "inactive_file 7\ntotal_inactive_file 50000\ntotal_active_file 1",
+}
+V2 = {"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 600000\ninactive_file 50000"}
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        (V1, 350_000),
+        (V2, 350_000),
+        (V2 | {"memory.current": "1200000"}, 0),
+        (V2 | {"memory.stat": "inactive_file 900000"}, 1_000_000),
+        ({"memory.max": "1000000"}, 1_000_000),
+        (V2 | {"memory.max": "max"}, None),
+        ({}, None),
+    ],
+)
+def test_memory_left_in_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], available: int | None
+) -> None:
+    _write_cgroup(tmp_path, monkeypatch, files)
+    assert cgroup_available_bytes(tmp_path) == available
+    if available is None:
+        assert 0 < available_host_bytes() <= psutil.virtual_memory().total
+    else:
+        assert available_host_bytes() == available
 
 
 @pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
