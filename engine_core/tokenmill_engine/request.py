@@ -18,6 +18,9 @@ from tokenmill_engine.ipc.ids import client_of
 from tokenmill_engine.kv_cache.hashing import BlockHash, CacheKey
 from tokenmill_engine.messages import AddRequest, FinishReason, SamplingParams
 
+MAX_BAD_WORD_TOKENS = 4096
+"""Of one request, over all words: each is compared with the output in every step of the whole batch."""
+
 
 class RequestState(Enum):
     """Where a request is. Why it finished is `Request.finish_reason`."""
@@ -58,7 +61,7 @@ class Request:
     prompt_token_ids: NDArray[np.int32]
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
-    """Every id that ends the request."""
+    """Every id that ends the request, once each."""
     cache_key: CacheKey
     arrival_time: float
     """When the front end saw it; orders requests of equal priority."""
@@ -77,7 +80,12 @@ class Request:
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     finish_reason: FinishReason | None = None
+    own_stop_ids: frozenset[int] = field(init=False)
+    """`sampling.stop_token_ids`, looked up for every token."""
     _state: RequestState = RequestState.WAITING
+
+    def __post_init__(self) -> None:
+        self.own_stop_ids = frozenset(self.sampling.stop_token_ids)
 
     @property
     def state(self) -> RequestState:
@@ -132,7 +140,7 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
 
     Raises:
         ContextLengthError: the prompt leaves no room for a token.
-        InvalidRequestError: it is empty, or a token id or number is out of range.
+        InvalidRequestError: it is empty, a token id or number is out of range, or a list is absurdly long.
     """
     prompt = np.frombuffer(message.prompt_token_ids, dtype="<i4")
     num_prompt = len(prompt)
@@ -148,18 +156,37 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
     _check_sampling(sampling, limits.vocab_size)
     _check_vocabulary("prompt", prompt, limits.vocab_size)
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    bad_words = _possible_bad_words(sampling.bad_words_token_ids, max_tokens)
+    stop_token_ids = tuple(dict.fromkeys(sampling.stop_token_ids))
     seed = seeds.getrandbits(63) if sampling.seed is None else sampling.seed
     end_tokens = () if sampling.ignore_eos else limits.eos_token_ids
     return Request(
         request_id=message.request_id,
         label=message.label,
         prompt_token_ids=prompt,
-        sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed),
-        stop_token_ids=tuple(dict.fromkeys((*end_tokens, *sampling.stop_token_ids))),
+        sampling=msgspec.structs.replace(
+            sampling, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids, bad_words_token_ids=bad_words
+        ),
+        stop_token_ids=tuple(dict.fromkeys((*end_tokens, *stop_token_ids))),
         cache_key=CacheKey(cache_salt=message.cache_salt),
         arrival_time=message.arrival_time,
         priority=message.priority,
     )
+
+
+def _possible_bad_words(words: tuple[tuple[int, ...], ...], max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """The words that an output of `max_tokens` tokens can hold, once each.
+
+    Raises:
+        InvalidRequestError: they are more than MAX_BAD_WORD_TOKENS tokens.
+    """
+    possible = tuple(dict.fromkeys(word for word in words if 0 < len(word) <= max_tokens))
+    num_tokens = sum(map(len, possible))
+    if num_tokens > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequestError(
+            f"bad_words are {num_tokens} tokens; at most {MAX_BAD_WORD_TOKENS} are possible", param="bad_words"
+        )
+    return possible
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -173,6 +200,12 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     bias = sampling.logit_bias or {}
     if not all(map(math.isfinite, bias.values())):
         raise InvalidRequestError("logit_bias holds a value that is not a finite number", param="logit_bias")
+    for name, listed in (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+    ):
+        if len(listed) > vocab_size:
+            raise InvalidRequestError(f"{name} has {len(listed)} entries; there are {vocab_size} tokens", param=name)
     _check_vocabulary("logit_bias", tuple(bias), vocab_size)
     _check_vocabulary("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)

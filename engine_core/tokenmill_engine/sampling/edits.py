@@ -71,12 +71,18 @@ class _EndTokens:
 
 @dataclass(slots=True)
 class _BadWords:
+    """n words; their prefixes, all but the last token of each, one after the other."""
+
     index: torch.Tensor
     slots: torch.Tensor
-    prefix: torch.Tensor
-    """int32 [n, longest]: aligned right, -1 in front matches anything."""
     prefix_len: torch.Tensor
     """int32 [n]"""
+    prefix: torch.Tensor
+    """int32 [sum(prefix_len)]"""
+    words: torch.Tensor
+    """int64 [sum(prefix_len)]: the word of each token of `prefix`."""
+    offsets: torch.Tensor
+    """int64 [sum(prefix_len)]: its place, counted from the end of the output: -1 is the last token."""
 
 
 class EditBatch:
@@ -123,12 +129,12 @@ class EditBatch:
         assert words is not None
         num_tokens = tokens.num_tokens[words.slots]
         long_enough = words.prefix_len <= num_tokens - tokens.num_prompt[words.slots]
-        longest = words.prefix.shape[1]
-        if longest == 0:
+        if len(words.prefix) == 0:
             return long_enough
-        columns = num_tokens[:, None] + torch.arange(-longest, 0, device=self._device)
-        tail = tokens.token_ids[words.slots[:, None], columns.clamp_(min=0)]
-        return long_enough & ((tail == words.prefix) | (words.prefix < 0)).all(1)
+        columns = (num_tokens[words.words] + words.offsets).clamp_(min=0)
+        differs = tokens.token_ids[words.slots[words.words], columns] != words.prefix
+        num_different = torch.zeros_like(words.prefix_len).index_add_(0, words.words, differs.to(torch.int32))
+        return long_enough & (num_different == 0)
 
     def _gather_allowed(
         self, rows: NDArray[np.int64], edits: Sequence[LogitEdits], vocab_size: int
@@ -161,15 +167,15 @@ class EditBatch:
         if not words:
             return None
         prefix_len = np.array([len(word) - 1 for _, _, word in words], np.int32)
-        prefix = np.full((len(words), int(prefix_len.max())), -1, np.int32)
-        for i, (_, _, word) in enumerate(words):
-            if len(word) > 1:
-                prefix[i, -(len(word) - 1) :] = word[:-1]
+        prefixes = [np.array(word[:-1], np.int32) for _, _, word in words]
+        offsets = [np.arange(-length, 0) for length in prefix_len.tolist()]
         return _BadWords(
             index=to_device(np.array([row * vocab_size + word[-1] for row, _, word in words], np.int64), self._device),
             slots=to_device(np.array([slot for _, slot, _ in words], np.int64), self._device),
-            prefix=to_device(prefix, self._device),
             prefix_len=to_device(prefix_len, self._device),
+            prefix=to_device(flat_array(prefixes, np.int32), self._device),
+            words=to_device(np.repeat(np.arange(len(words)), prefix_len), self._device),
+            offsets=to_device(flat_array(offsets, np.int64), self._device),
         )
 
 

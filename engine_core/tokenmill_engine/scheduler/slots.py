@@ -83,7 +83,7 @@ class SlotTable:
         self.num_outputs[slot] = len(saved)
         self.max_outputs[slot] = request.max_tokens
         self.stops_at_eos[slot] = not request.sampling.ignore_eos
-        self.has_stop_ids[slot] = bool(request.sampling.stop_token_ids)
+        self.has_stop_ids[slot] = bool(request.own_stop_ids)
         self._order[self._num_running] = slot
         self._num_running += 1
         request.slot = slot

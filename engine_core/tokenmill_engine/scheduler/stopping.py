@@ -58,12 +58,12 @@ def _find_stops(
     at_limit = table.num_outputs[slots] >= table.max_outputs[slots]
     stops: dict[int, Stop] = {}
     for index in np.flatnonzero(at_eos | at_limit | table.has_stop_ids[slots]).tolist():
-        sampling = table.request(int(slots[index])).sampling
+        request = table.request(int(slots[index]))
         token_id = int(tokens[index])
-        may_stop = table.num_outputs[slots[index]] >= sampling.min_tokens
+        may_stop = table.num_outputs[slots[index]] >= request.sampling.min_tokens
         if may_stop and at_eos[index]:
             stops[int(rows[index])] = Stop(FinishReason.STOP)
-        elif may_stop and token_id in sampling.stop_token_ids:
+        elif may_stop and token_id in request.own_stop_ids:
             stops[int(rows[index])] = Stop(FinishReason.STOP, token_id)
         elif at_limit[index]:
             stops[int(rows[index])] = Stop(FinishReason.LENGTH)

@@ -87,6 +87,21 @@ def test_ignoring_the_end_leaves_the_requests_own_stop_tokens() -> None:
     assert build([1], SamplingParams(ignore_eos=True, stop_token_ids=(7,))).stop_token_ids == (7,)
 
 
+def test_stop_tokens_are_looked_up_not_searched() -> None:
+    request = build([1], SamplingParams(stop_token_ids=(50, 3, 50)))
+    assert request.own_stop_ids == frozenset({3, 50})
+    assert request.sampling.stop_token_ids == (50, 3)
+    assert request.stop_token_ids == (2, 3, 50)
+
+
+def test_bad_words_that_no_output_can_hold_are_left_out() -> None:
+    endless = tuple([5] * 200_000)
+    request = build(
+        [1], SamplingParams(max_tokens=3, bad_words_token_ids=((4,), (), (4, 5, 6), (1,) * 4, endless, (4,)))
+    )
+    assert request.sampling.bad_words_token_ids == ((4,), (4, 5, 6))
+
+
 def test_seeds_are_kept_or_drawn_from_the_engines_stream() -> None:
     assert build([1], SamplingParams(seed=-4)).sampling.seed == -4
     seeds = random.Random(9)
@@ -121,6 +136,9 @@ def test_a_prompt_needs_room_for_one_token_unless_none_is_asked_for() -> None:
         ([1], {"repetition_penalty": -math.inf}, "repetition_penalty"),
         ([1], {"max_tokens": -1}, "max_tokens"),
         ([1], {"logprobs": -1}, "logprobs"),
+        ([1], {"stop_token_ids": (5,) * 101}, "stop_token_ids"),
+        ([1], {"allowed_token_ids": (5,) * 101}, "allowed_token_ids"),
+        ([1], {"bad_words_token_ids": tuple((a, b) for a in range(50) for b in range(50))}, "bad_words"),
     ],
 )
 def test_what_would_fail_on_the_device_is_refused(prompt: list[int], sampling: dict[str, object], param: str) -> None:

@@ -15,6 +15,11 @@ MakeHarness = Callable[..., SamplerHarness]
 
 GREEDY_CASES = {
     "plain": Request(SamplingParams(temperature=0.0)),
+    "bad words of very different lengths": Request(
+        SamplingParams(temperature=0.0, bad_words_token_ids=((6,), (*range(1, 20), 5), (*range(2, 20), 9), (0,) * 40)),
+        (0, 1),
+        tuple(range(1, 20)),
+    ),
     "bias": Request(SamplingParams(temperature=0.0, logit_bias={5: 100.0, 9: -100.0})),
     "allowed": Request(SamplingParams(temperature=0.0, allowed_token_ids=(4, 8, 8, 30))),
     "allowed and bias": Request(SamplingParams(temperature=0.0, allowed_token_ids=(4, 8), logit_bias={9: 50.0})),
