@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,11 +27,10 @@ from tokenmill_engine.messages import (
     FinishReason,
     Hello,
     LoadReport,
-    ResetPrefixCache,
     StepOutput,
 )
 from tokenmill_engine.metrics import EngineMetrics
-from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
+from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan
 from tokenmill_engine.request import Request, RequestLimits, build_request
 from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.packing import pack_outcome
@@ -46,18 +46,6 @@ _KV_USAGE_CHANGE = 0.01
 """A smaller change of KV usage alone is not worth a message."""
 
 
-class StepHandle(Protocol):
-    """A step that was handed to the executor."""
-
-    def result(self) -> StepResult:
-        """Wait for the step.
-
-        Raises:
-            EngineError: it failed as a whole; the executor can go on.
-            EngineDeadError: it cannot.
-        """
-
-
 class Executor(Protocol):
     """Runs steps on a model, strictly in the order in which they were submitted."""
 
@@ -65,7 +53,7 @@ class Executor(Protocol):
         """Start a step; returns before it is done."""
 
     def shutdown(self) -> None:
-        """Let the device go. Steps in flight are not waited for."""
+        """Finish the submitted steps, at most as many as the pipeline is deep, and let the device go."""
 
 
 class EngineCore:
@@ -90,8 +78,8 @@ class EngineCore:
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._outbox: list[Output] = []
-        self._reported: dict[int, EngineLoad | None] = {}
-        """By API server, the load it was last told."""
+        self._listeners: dict[int, _Listener] = {}
+        """By API server."""
         self._recorder = _Recorder(config, capacity, engine)
 
     @property
@@ -106,13 +94,13 @@ class EngineCore:
                 self._add(message)
             case AbortRequests(request_ids=request_ids, reason=reason):
                 self._abort(request_ids, reason)
-            case ClientGone(client=client):
-                self._abort(self.scheduler.request_ids_of(client), FinishReason.ABORT)
-                self._reported.pop(client, None)
-            case Hello(client=client):
-                self._reported[client] = None
-            case ResetPrefixCache():
-                self.scheduler.reset_prefix_cache()
+            case ClientGone(client=client, incarnation=incarnation):
+                self._abort(self.scheduler.request_ids_of(client, incarnation), FinishReason.ABORT)
+                listener = self._listeners.get(client)
+                if listener is not None and listener.incarnation == incarnation:
+                    del self._listeners[client]
+            case Hello(client=client, incarnation=incarnation):
+                self._listeners[client] = _Listener(incarnation)
 
     def step(self) -> list[Output]:
         """Keep the executor busy and finish the oldest step in flight, if there is one. Returns what to send.
@@ -143,7 +131,7 @@ class EngineCore:
         self._recorder.log_stats(self.scheduler)
 
     def shutdown(self) -> None:
-        """Let the device go; unfinished requests are not answered."""
+        """Let the device go once it is done with the steps in flight; unfinished requests are not answered."""
         self._executor.shutdown()
 
     def _add(self, message: AddRequest) -> None:
@@ -191,12 +179,21 @@ class EngineCore:
         load = self.scheduler.load
         self._recorder.set_load(load)
         for client, output in self._outbox:
-            if client in self._reported:
-                self._reported[client] = output.load
-        for client, known in self._reported.items():
-            if known is None or _differs(known, load):
-                self._outbox.append((client, LoadReport(self._engine, load)))
-                self._reported[client] = load
+            if client in self._listeners:
+                self._listeners[client].load = output.load
+        for client, listener in self._listeners.items():
+            if listener.load is None or _differs(listener.load, load):
+                self._outbox.append((client, LoadReport(self._engine, load, listener.incarnation)))
+                listener.load = load
+
+
+@dataclass(slots=True)
+class _Listener:
+    """An API server that wants to know the load."""
+
+    incarnation: int
+    load: EngineLoad | None = None
+    """What it was told last."""
 
 
 def _differs(known: EngineLoad, load: EngineLoad) -> bool:

@@ -78,9 +78,11 @@ class AbortRequests(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class ClientGone(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Sent by the launcher when API server `client` died: abort all of its requests."""
+    """Sent by the launcher when this incarnation of API server `client` died: abort all of its requests. Those of a
+    successor, which may be here already, are not touched."""
 
     client: int
+    incarnation: int
 
 
 class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -90,13 +92,10 @@ class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """
 
     client: int
+    incarnation: int = 0
 
 
-class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Forget every cached block that no request uses."""
-
-
-ClientMessage = AddRequest | AbortRequests | ClientGone | Hello | ResetPrefixCache
+ClientMessage = AddRequest | AbortRequests | ClientGone | Hello
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
@@ -157,6 +156,8 @@ class LoadReport(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
     engine: int
     load: EngineLoad
+    incarnation: int = 0
+    """Of the API server that it is meant for."""
 
 
 EngineMessage = StepOutput | LoadReport

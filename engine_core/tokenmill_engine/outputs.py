@@ -4,6 +4,7 @@ Requests live in slots: rows of the worker's persistent device-resident tables. 
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,18 @@ class StepResult:
     """row -> prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
     errors: dict[int, str] = field(default_factory=dict)
     """row -> why this request alone failed (for example logits that are not numbers)."""
+
+
+class StepHandle(Protocol):
+    """A step that was handed to the executor."""
+
+    def result(self) -> StepResult:
+        """Wait for the step.
+
+        Raises:
+            EngineError: it failed as a whole; the executor can go on.
+            EngineDeadError: it cannot: the device is lost.
+        """
 
 
 @dataclass(slots=True, frozen=True)

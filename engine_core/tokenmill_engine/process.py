@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
@@ -26,11 +27,11 @@ from tokenmill_engine.engine import EngineCore, Executor, Output
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import EngineControl, EngineStart, StartFailed
-from tokenmill_engine.ipc.ids import client_identity
+from tokenmill_engine.ipc.ids import client_identity, incarnation_of
 from tokenmill_engine.ipc.lifecycle import become_child, set_title, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_engine.ipc.sockets import bind_router, input_endpoint, output_endpoint
-from tokenmill_engine.messages import ClientGone, ClientMessage, EngineReady
+from tokenmill_engine.messages import ClientGone, ClientMessage, EngineMessage, EngineReady, LoadReport
 from tokenmill_engine.outputs import KVCapacity
 
 logger = logging.getLogger("tokenmill_engine.process")  # the module itself runs as `__main__`
@@ -38,38 +39,46 @@ logger = logging.getLogger("tokenmill_engine.process")  # the module itself runs
 _KEEP_S = 1.0
 """How long messages to an API server that is not connected are kept."""
 _RETRY_S = 0.001
+_HANDLE_S = 0.005
+"""How long messages may keep the loop from its next step; those that are left wait for the turn after it."""
 
 
 class Inbox:
-    """Client messages, received by a thread of its own. None in the queue means: stop."""
+    """Client messages, received by a thread of its own. None in the queue wakes up who waits for one."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
         self._socket = bind_router(context, endpoint)
         self._decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
         self._messages: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
+        self._stopped = False
 
     def start(self) -> None:
         threading.Thread(target=_die_with, args=(self._receive,), name="inbox", daemon=True).start()
 
     def stop(self) -> None:
-        """Make `take` return None. Safe in a signal handler."""
+        """Make `drain` return False. Safe in a signal handler."""
+        self._stopped = True
         self._messages.put(None)
 
     def put(self, message: ClientMessage) -> None:
         """Queue a message that no client sent."""
         self._messages.put(message)
 
-    def take(self, wait: bool, timeout_s: float | None) -> list[ClientMessage] | None:
-        """What has arrived; if nothing has and `wait`, what arrives first within `timeout_s` seconds (None: ever)."""
-        messages: list[ClientMessage] = []
+    def drain(self, handle: Callable[[ClientMessage], None], wait: bool, timeout_s: float | None) -> bool:
+        """Handle what has arrived, in order, for a few milliseconds at most; if nothing has and `wait`, what arrives
+        first within `timeout_s` seconds (None: ever). False: stop."""
         try:
-            while True:
-                message = self._messages.get(block=wait and not messages, timeout=timeout_s)
-                if message is None:
-                    return None
-                messages.append(message)
+            message = self._messages.get(block=wait, timeout=timeout_s)
+            deadline = time.monotonic() + _HANDLE_S
+            while not self._stopped:
+                if message is not None:
+                    handle(message)
+                if time.monotonic() >= deadline:
+                    return True
+                message = self._messages.get(block=False)
         except queue.Empty:
-            return messages
+            pass
+        return not self._stopped
 
     def _receive(self) -> None:
         while True:
@@ -84,18 +93,19 @@ class Outbox:
     """Engine messages, encoded and sent by a thread of its own.
 
     What goes to an API server that is not connected is kept for a moment: a restarted one may be heard on the inbox
-    before its connection to this socket is complete. After that it is given up, and `on_lost` is called with it.
+    before its connection to this socket is complete. After that it is given up, and `on_lost` is called with it and
+    its incarnation; what is for a successor stays.
     """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_lost: Callable[[int], None]
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_lost: Callable[[int, int], None]
     ) -> None:
         self._socket = bind_router(context, endpoint, mandatory=True)
         self._on_lost = on_lost
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
-        self._kept: dict[int, deque[tuple[float, bytes]]] = {}
-        """By API server: until when, and what."""
+        self._kept: dict[int, deque[_Kept]] = {}
+        """By API server."""
 
     def start(self) -> None:
         threading.Thread(target=_die_with, args=(self._send,), name="outbox", daemon=True).start()
@@ -113,19 +123,21 @@ class Outbox:
             for client, message in outputs:
                 frame = self._encoder.encode(message)
                 if client in self._kept or not self._send_one(client, frame):
-                    self._kept.setdefault(client, deque()).append((time.monotonic() + _KEEP_S, frame))
+                    kept = _Kept(frame, _incarnation_addressed(message), time.monotonic() + _KEEP_S)
+                    self._kept.setdefault(client, deque()).append(kept)
             for client in list(self._kept):
                 self._retry(client)
 
     def _retry(self, client: int) -> None:
-        """Send what was kept, in order; if the first was kept too long, drop all."""
+        """Send what was kept, in order; if the first was kept too long, drop all that is for the same incarnation."""
         kept = self._kept[client]
-        while kept and self._send_one(client, kept[0][1]):
+        while kept and self._send_one(client, kept[0].frame):
             kept.popleft()
-        if kept and kept[0][0] < time.monotonic():
-            kept.clear()
+        if kept and kept[0].deadline < time.monotonic():
+            lost = kept[0].incarnation
+            kept = self._kept[client] = deque(each for each in kept if each.incarnation != lost)
             logger.warning("API server %d is not connected; its requests are aborted", client)
-            self._on_lost(client)
+            self._on_lost(client, lost)
         if not kept:
             del self._kept[client]
 
@@ -140,6 +152,23 @@ class Outbox:
         return True
 
 
+@dataclass(slots=True, frozen=True)
+class _Kept:
+    """An encoded message that could not be sent yet."""
+
+    frame: bytes
+    incarnation: int
+    deadline: float
+    """Of the monotonic clock, in seconds."""
+
+
+def _incarnation_addressed(message: EngineMessage) -> int:
+    """The incarnation of the API server that the message is for."""
+    if isinstance(message, LoadReport):
+        return message.incarnation
+    return incarnation_of(int.from_bytes(message.request_ids[:8], "little"))
+
+
 class EngineProcess:
     """A started engine core and its sockets."""
 
@@ -150,7 +179,7 @@ class EngineProcess:
         self._outbox = Outbox(
             context,
             output_endpoint(start.run_dir, start.engine),
-            on_lost=lambda client: self.inbox.put(ClientGone(client)),
+            on_lost=lambda client, incarnation: self.inbox.put(ClientGone(client, incarnation)),
         )
         executor, capacity, startup_s = start_executor(start.config)
         self._core = EngineCore(start.config, executor, capacity, start.engine)
@@ -176,11 +205,8 @@ class EngineProcess:
         next_stats = time.monotonic() + (interval_s or 0.0)
         while True:
             timeout_s = max(0.0, next_stats - time.monotonic()) if interval_s is not None else None
-            messages = self.inbox.take(wait=not self._core.has_work, timeout_s=timeout_s)
-            if messages is None:
+            if not self.inbox.drain(self._core.handle, wait=not self._core.has_work, timeout_s=timeout_s):
                 break
-            for message in messages:
-                self._core.handle(message)
             self._outbox.put(self._core.step())
             if interval_s is not None and time.monotonic() >= next_stats:
                 self._core.log_stats()

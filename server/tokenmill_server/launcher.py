@@ -192,7 +192,7 @@ class Launcher:
         self._serving.discard(client)
         if self._state is State.FAILING:
             return
-        self._engines.client_gone(client)
+        self._engines.client_gone(client, self._incarnations[client] % 256)
         if self._state is State.DRAINING:
             self._finish_drain(client)
             return

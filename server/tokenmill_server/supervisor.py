@@ -80,15 +80,15 @@ class EngineSupervisor:
                     raise StartupError(f"engine core {rank} {reason} while it was starting")
                 raise EngineDeadError(f"engine core {rank} {reason}")
 
-    def client_gone(self, client: int) -> None:
-        """Tells every engine core that API server `client` died, so that its requests end."""
+    def client_gone(self, client: int, incarnation: int) -> None:
+        """Tells every engine core that this incarnation of API server `client` died, so that its requests end."""
         if self._zmq is None:
             self._zmq = zmq.Context()
             self._inputs = [
                 connect_dealer(self._zmq, input_endpoint(self._run_dir, rank), LAUNCHER_IDENTITY)
                 for rank in range(self._config.data_parallel_size)
             ]
-        frame = msgspec.msgpack.encode(ClientGone(client))
+        frame = msgspec.msgpack.encode(ClientGone(client, incarnation))
         for socket in self._inputs:
             socket.send(frame)
 

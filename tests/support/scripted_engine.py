@@ -28,7 +28,8 @@ def main() -> None:
     channel.send(EngineReady(start.engine, 128, 8, 16, 128, "none", {"load": 0.1}))
     while True:
         _, frame = socket.recv_multipart()
-        note(f"engine {start.engine} hears that client {msgspec.msgpack.decode(frame, type=ClientGone).client} is gone")
+        gone = msgspec.msgpack.decode(frame, type=ClientGone)
+        note(f"engine {start.engine} hears that client {gone.client}.{gone.incarnation} is gone")
 
 
 if __name__ == "__main__":

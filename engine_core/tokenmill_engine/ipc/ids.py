@@ -34,6 +34,11 @@ def client_of(request_id: int) -> int:
     return request_id >> CLIENT_SHIFT
 
 
+def incarnation_of(request_id: int) -> int:
+    """The incarnation of the API server that owns the request."""
+    return request_id >> _COUNTER_BITS & (1 << _INCARNATION_BITS) - 1
+
+
 def client_identity(client: int) -> bytes:
     """ZeroMQ routing id of API server `client`. Never starts with a zero byte: ZeroMQ reserves those."""
     return b"c" + struct.pack("<I", client)

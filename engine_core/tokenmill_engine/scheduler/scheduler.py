@@ -17,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill_engine.config.engine import SchedulerConfig
-from tokenmill_engine.kv_cache.hashing import hash_block, hash_full_blocks
+from tokenmill_engine.ipc.ids import client_of, incarnation_of
+from tokenmill_engine.kv_cache.hashing import hash_block
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import EngineLoad, FinishReason
 from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPlan, StepResult
 from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.decision import Admission, Decider, Decision
 from tokenmill_engine.scheduler.outcome import StepOutcome, slice_logprobs
+from tokenmill_engine.scheduler.prompts import LastPrompt
 from tokenmill_engine.scheduler.queue import make_queue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 from tokenmill_engine.scheduler.stopping import Stop, append_tokens
@@ -61,6 +63,7 @@ class Scheduler:
         self._decider = Decider(config, self._table, kv, self._waiting)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[_StepInFlight] = deque()
+        self._last_prompt = LastPrompt(kv.block_size, hash_blocks=kv.enable_caching)
         self._num_steps = 0
         self.counters = SchedulerCounters()
 
@@ -77,9 +80,10 @@ class Scheduler:
         """The unfinished request with this id."""
         return self._requests.get(request_id)
 
-    def request_ids_of(self, client: int) -> list[int]:
-        """Unfinished requests of one API server."""
-        return [request_id for request_id, request in self._requests.items() if request.client == client]
+    def request_ids_of(self, client: int, incarnation: int) -> list[int]:
+        """Unfinished requests of one incarnation of an API server."""
+        owner = client, incarnation
+        return [each for each in self._requests if (client_of(each), incarnation_of(each)) == owner]
 
     def add(self, request: Request) -> None:
         """A new request waits.
@@ -91,8 +95,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id} is in use")
         if request.num_prompt_tokens + request.max_tokens > self._kv.max_tokens:
             raise ValueError(f"request {request.request_id} may outgrow the pool of {self._kv.max_tokens} tokens")
-        if self._kv.enable_caching:
-            request.block_hashes = hash_full_blocks(request.prompt_token_ids, self._kv.block_size, request.cache_key)
+        self._last_prompt.share_with(request)
         self._requests[request.request_id] = request
         self._waiting.add(request)
 
@@ -151,10 +154,6 @@ class Scheduler:
         nothing = np.full((plan.num_reqs, 1), -1, dtype=np.int32)
         errors = dict.fromkeys(range(plan.num_reqs), message)
         return self.commit(plan, StepResult(plan.step, nothing, np.zeros(plan.num_reqs, dtype=np.int32), errors=errors))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget cached blocks that no request uses."""
-        self._kv.forget_cached()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if requests, slots, queue and blocks contradict each other."""

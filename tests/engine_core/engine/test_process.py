@@ -87,7 +87,7 @@ def test_aborted_and_orphaned_requests_leave_an_idle_engine(engine: RunningEngin
     while not all(talkers[0].answers[request_id].tokens for request_id in first):
         talkers[0].poll()
     talkers[0].send(AbortRequests(first))
-    talkers[0].send(ClientGone(1))
+    talkers[0].send(ClientGone(1, 0))
     talkers[0].wait_for_load(IDLE)
     values = render_metrics(os.path.join(engine.run_dir, "metrics")).decode()
     labels = 'engine="0",model_name="tiny"'

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from tokenmill_engine.ipc.ids import CLIENT_SHIFT, MAX_CLIENTS, RequestIds, client_identity, client_of, make_request_id
+from tokenmill_engine.ipc.ids import (
+    CLIENT_SHIFT,
+    MAX_CLIENTS,
+    RequestIds,
+    client_identity,
+    client_of,
+    incarnation_of,
+    make_request_id,
+)
 
 
 def test_ids_of_servers_and_their_incarnations_never_meet() -> None:
@@ -16,6 +24,8 @@ def test_the_owner_can_be_read_from_the_id_alone_and_in_arrays() -> None:
     for client in (0, 1, 255, 256, MAX_CLIENTS - 1):
         request_id = make_request_id(client, 255, (1 << 40) - 1)
         assert client_of(request_id) == client
+        assert incarnation_of(request_id) == 255
+        assert incarnation_of(make_request_id(client, 7, 3)) == 7
         assert 0 <= request_id < 1 << 63
         assert (np.array([request_id], dtype=np.int64) >> CLIENT_SHIFT).tolist() == [client]
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.fake_executor import EOS, solo_run
 from tests.support.scheduling import Driver, Setting
+from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.messages import FinishReason, SamplingParams
 from tokenmill_engine.outputs import StepResult
 from tokenmill_engine.request import RequestState
@@ -124,7 +125,7 @@ class TestStops:
 
 class TestPrefixCache:
     def test_a_fully_cached_prompt_computes_its_last_token_again(self) -> None:
-        """B54: four full blocks, sent three times, then with one more block."""
+        """Four full blocks, sent three times, then with one more block."""
         driver = Driver(Setting(block_size=4))
         for number in range(3):
             driver.add(number, prompt(16))
@@ -199,15 +200,6 @@ class TestPrefixCache:
         assert request.num_cached_tokens == 0
         assert driver.kv.pool.num_named == 0
 
-    def test_reset_forgets(self) -> None:
-        driver = Driver(Setting(block_size=4))
-        driver.add(1, prompt(12))
-        driver.run()
-        driver.scheduler.reset_prefix_cache()
-        request = driver.add(2, prompt(12))
-        driver.run()
-        assert request.num_cached_tokens == 0
-
 
 class TestAborts:
     @DEPTHS
@@ -256,10 +248,13 @@ class TestAborts:
 
     def test_requests_of_a_client_are_found(self) -> None:
         driver = Driver(Setting())
-        for request_id in (1, 2, (3 << 48) | 5):
+        old, new = make_request_id(3, 255, 5), make_request_id(3, 0, 5)
+        for request_id in (1, 2, old, new):
             driver.add(request_id, prompt(3))
-        assert driver.scheduler.request_ids_of(0) == [1, 2]
-        assert driver.scheduler.request_ids_of(3) == [(3 << 48) | 5]
+        assert driver.scheduler.request_ids_of(0, 0) == [1, 2]
+        assert driver.scheduler.request_ids_of(3, 255) == [old]
+        assert driver.scheduler.request_ids_of(3, 0) == [new]
+        assert driver.scheduler.request_ids_of(0, 1) == []
 
 
 class TestErrors:
