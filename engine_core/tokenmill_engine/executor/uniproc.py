@@ -9,32 +9,16 @@ import logging
 import threading
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError
-from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
+from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
 from tokenmill_engine.worker.results import PendingResult
 from tokenmill_engine.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-
-class StepHandle(Protocol):
-    """A submitted step."""
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-
-    def result(self) -> StepResult:
-        """Wait for the step.
-
-        Raises:
-            EngineError: this step failed; later ones are not affected.
-            EngineDeadError: the device is lost.
-        """
 
 
 class UniprocExecutor:
@@ -91,9 +75,6 @@ class _FailedStep:
     def __init__(self, error: EngineError) -> None:
         self._error = error
 
-    def done(self) -> bool:
-        return True
-
     def result(self) -> StepResult:
         raise self._error
 
@@ -104,9 +85,6 @@ class _DeviceStep:
     def __init__(self, pending: PendingResult, step: int) -> None:
         self._pending = pending
         self._step = step
-
-    def done(self) -> bool:
-        return self._pending.done()
 
     def result(self) -> StepResult:
         try:

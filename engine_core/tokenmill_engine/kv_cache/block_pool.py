@@ -88,11 +88,6 @@ class BlockPool:
             self._names[block_id] = name
             self._blocks_by_name[name] = block_id
 
-    def forget_free(self) -> None:
-        """Forget the content of all free blocks."""
-        for block_id in self.free_ids():
-            self._forget(block_id)
-
     def free_ids(self) -> list[int]:
         """Free blocks in the order of reuse."""
         block_ids = []

@@ -115,10 +115,6 @@ class KVCacheManager:
         for block_ids in self._tables.pop(request_id).block_ids:
             self.pool.release(block_ids)
 
-    def forget_cached(self) -> None:
-        """Forget cached prefixes that no request uses."""
-        self.pool.forget_free()
-
     def check_invariants(self) -> None:
         """Raises AssertionError if tables and reference counts contradict each other."""
         self.pool.check_invariants()

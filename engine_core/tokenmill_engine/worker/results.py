@@ -58,9 +58,6 @@ class PendingResult:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def done(self) -> bool:
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> StepResult:
         """Blocks until the device is done with the step."""
         if self._copied is not None:

@@ -79,18 +79,6 @@ def test_equal_content_keeps_its_first_block_and_groups_are_apart() -> None:
     assert pool.find(2, name(1)) is None
 
 
-def test_forgetting_spares_blocks_in_use() -> None:
-    pool = BlockPool(2)
-    used, free = pool.allocate(2)
-    pool.publish(used, 0, name(1))
-    pool.publish(free, 0, name(2))
-    pool.release([free])
-    pool.forget_free()
-    assert pool.find(0, name(1)) == used
-    assert pool.find(0, name(2)) is None
-    pool.check_invariants()
-
-
 class PoolMachine(RuleBasedStateMachine):
     """Random use by many tables, compared with plain counting."""
 
@@ -127,10 +115,6 @@ class PoolMachine(RuleBasedStateMachine):
         if found is not None:
             self.pool.acquire([found])
             self.tables.append([found])
-
-    @rule()
-    def forget(self) -> None:
-        self.pool.forget_free()
 
     @invariant()
     def counts_match(self) -> None:

@@ -91,12 +91,3 @@ def test_a_request_has_one_table() -> None:
     run_request(manager, 1, 4)
     with pytest.raises(ValueError, match="has a block table already"):
         manager.start(1, manager.find_cached((), 0))
-
-
-def test_forgetting_keeps_what_running_requests_share() -> None:
-    manager = KVCacheManager(8, BLOCK)
-    run_request(manager, 1, 4)
-    run_request(manager, 2, 12)
-    manager.release(2)
-    manager.forget_cached()
-    assert manager.find_cached(hashes(12), 100).num_tokens == 4
