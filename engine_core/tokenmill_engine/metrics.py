@@ -188,7 +188,7 @@ class EngineMetrics:
         self.num_requests_waiting = build.gauge("num_requests_waiting", "Requests that wait to be scheduled.")
         self._waiting_for_capacity, self._deferred = build.gauges(
             "num_requests_waiting_by_reason",
-            "Waiting requests by what they wait for.",
+            "Waiting requests by what they wait for: `capacity`; `deferred` is always 0.",
             [{"reason": reason} for reason in _WAITING_REASONS],
         )
         self.kv_cache_usage_perc = build.gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.")
@@ -318,7 +318,7 @@ class FrontendMetrics:
         )
         rejections = _Builder(prefixes, {}, registry).counters(
             "admission_rejections_total",
-            "Requests refused because a queue limit was reached.",
+            "Requests refused because a queue limit was reached; there is no such limit, so always 0.",
             [{"reason": reason} for reason in _REJECTION_REASONS],
         )
         self.admission_rejections = dict(zip(_REJECTION_REASONS, rejections, strict=True))
