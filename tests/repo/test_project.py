@@ -7,8 +7,12 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
-MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 75
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+LONG_FILES: dict[str, str] = {}
+"""Path in the repository -> why it may be longer, up to MAX_LONG_FILE_LINES."""
+MAX_LONG_FILE_LINES = 600
+LONG_FUNCTIONS = {"prefill_kernel": "one kernel: its state is in registers and its three loops share it"}
 NOT_COLLECTED = {"gpu", "support", "data"}
 
 
@@ -39,11 +43,13 @@ def test_every_package_says_that_it_is_typed() -> None:
 def test_files_and_functions_stay_readable() -> None:
     for path in sources():
         text = path.read_text()
-        assert text.count("\n") <= MAX_FILE_LINES, path
+        is_long = str(path.relative_to(REPO)) in LONG_FILES
+        assert text.count("\n") <= (MAX_LONG_FILE_LINES if is_long else MAX_FILE_LINES), path
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in LONG_FUNCTIONS:
                 assert node.end_lineno is not None
-                assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
+                num_lines = node.end_lineno - node.lineno + 1
+                assert num_lines <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {num_lines} lines"
 
 
 def test_every_module_says_what_it_is_for() -> None:
