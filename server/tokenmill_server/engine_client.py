@@ -53,7 +53,7 @@ class EngineClient:
         self.balancer = LoadBalancer(num_engines)
         self.on_output = on_output or _ignore
         self._run_dir = run_dir
-        self._client = client
+        self._hello = Hello(client, incarnation)
         self._identity = client_identity(client)
         self._ids = RequestIds(client, incarnation)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -75,7 +75,7 @@ class EngineClient:
             link = _Link(await self._connect(input_endpoint(self._run_dir, engine)), output)
             self._links.append(link)
             self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
-            self._send(engine, Hello(self._client))
+            self._send(engine, self._hello)
             self._read(engine)
 
     def close(self) -> None:
