@@ -16,10 +16,11 @@ from tokenmill_engine.errors import (
     OverloadedError,
     RequestError,
 )
+from tokenmill_server.processing.shown import shown
 from tokenmill_server.processing.sse import DONE, event, json_bytes
 
 _MAX_LISTED_ERRORS = 10
-_MAX_SHOWN_INPUT_CHARS = 200
+_MAX_PATH_CHARS = 200
 
 
 class BodyTooLargeError(RequestError):
@@ -108,11 +109,9 @@ def _describe_validation(error: ValidationError) -> ErrorReply:
     problems = error.errors(include_url=False, include_context=False)
     lines = []
     for problem in problems[:_MAX_LISTED_ERRORS]:
-        shown = repr(problem["input"])
-        if len(shown) > _MAX_SHOWN_INPUT_CHARS:
-            shown = shown[:_MAX_SHOWN_INPUT_CHARS] + "..."
         text = problem["msg"][0].lower() + problem["msg"][1:]
-        lines.append(f"{_path(problem['loc'])}: {text}" + ("" if problem["type"] == "missing" else f", got {shown}"))
+        got = "" if problem["type"] == "missing" else f", got {shown(problem['input'])}"
+        lines.append(f"{_path(problem['loc'])}: {text}{got}")
     return ErrorReply(400, _INVALID, "; ".join(dict.fromkeys(lines)), _path(problems[0]["loc"]), "invalid_type")
 
 
@@ -126,4 +125,4 @@ def _path(location: tuple[int | str, ...]) -> str:
             path += f"[{part}]"
         elif part not in _UNION_MEMBERS and not part.startswith("function-"):
             path += f".{part}" if path else part
-    return path
+    return path[:_MAX_PATH_CHARS]

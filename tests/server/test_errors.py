@@ -1,4 +1,6 @@
 import json
+import time
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,6 +18,9 @@ from tokenmill_engine.errors import (
     RequestError,
 )
 from tokenmill_server.errors import BodyTooLargeError, UnsupportedEncodingError, describe
+from tokenmill_server.protocol.chat import ChatRequest
+from tokenmill_server.protocol.completions import CompletionRequest
+from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 
 @pytest.mark.parametrize(
@@ -59,6 +64,30 @@ def test_headers_tell_clients_whether_to_retry() -> None:
 def test_an_error_event_is_followed_by_the_end() -> None:
     assert describe(EngineError("m")).events().startswith(b'data: {"error":{"message":"m"')
     assert describe(EngineError("m")).events().endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+def test_a_million_wrong_entries_are_one_problem() -> None:
+    """Neither time nor memory for what nobody reads."""
+    wrong = [None] * 1_000_000
+    bodies: list[tuple[type[BaseModel], str, Any]] = [
+        *((CompletionRequest, name, wrong) for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")),
+        (CompletionRequest, "logit_bias", dict.fromkeys(map(str, range(1_000_000)))),
+        (CompletionRequest, "temperature", wrong),
+        (CompletionRequest, "request_id", {"a": [wrong] * 5}),
+        (ChatRequest, "messages", wrong),
+        (ChatRequest, "documents", wrong),
+        (TokenizeRequest, "messages", wrong),
+        (DetokenizeRequest, "tokens", wrong),
+    ]
+    for model, name, value in bodies:
+        started = time.perf_counter()
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate({name: value})
+        reply = describe(caught.value)
+        assert time.perf_counter() - started < 0.5
+        assert caught.value.error_count() <= 3
+        assert name in reply.message
+        assert len(reply.message) < 1500
 
 
 class _Model(BaseModel):

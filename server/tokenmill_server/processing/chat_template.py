@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill_engine.errors import ConfigError, InvalidRequestError
+from tokenmill_server.processing.shown import shown
 
 Message = dict[str, Any]
 
@@ -132,9 +133,9 @@ def text_of_content(content: Any, path: str) -> str | None:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise InvalidRequestError(
-                f"content parts of type {kind!r} are not supported; this server takes text only",
+                f"content parts of type {shown(kind)} are not supported; this server takes text only",
                 f"{path}[{index}].type",
             )
         if not isinstance(part.get("text"), str):

@@ -3,6 +3,7 @@
 Shared by the HTTP routes and `LLM`. Knows neither HTTP nor sockets.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -15,13 +16,17 @@ from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
-from tokenmill_server.processing.sampling_checks import check_sampling, check_token_ids
+from tokenmill_server.processing.sampling_checks import check_priority, check_sampling, check_token_ids
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 TruncationSide = Literal["left", "right"]
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below mean greedy decoding."""
+_MAX_INLINE_CHAT_CHARS = 65536
+"""Longer conversations are rendered in a thread: a template is Python, a few milliseconds for so much."""
+_CHARS_PER_MESSAGE = 64
+"""What a message costs beside its text."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,6 +70,7 @@ class InputProcessor:
         """Names that the chat template reads from outside."""
         self._max_logprobs = config.model.max_logprobs
         self._priorities = config.scheduler.policy == "priority"
+        self._last_sampling: tuple[SamplingParams | None, SamplingParams] = (None, SamplingParams())
         self._max_token_bytes = max(map(len, tokenizer.token_bytes), default=1)
 
     async def encode_text(
@@ -81,12 +87,9 @@ class InputProcessor:
         param: str = "prompt",
     ) -> list[Prompt]:
         """Like `encode_text` for each text."""
-        most = self.max_model_len * self._max_token_bytes
         longest = max(map(len, texts))
-        if truncation is None and longest > most:
-            raise ContextLengthError(
-                f"the prompt has {longest} characters, which is more than {self.max_model_len} tokens can say", param
-            )
+        if truncation is None:
+            self.check_text_length(longest, self.max_model_len, param)
         batch = await self.tokenizer.encode_many(texts, add_special_tokens)
         return [
             Prompt(self._truncated(token_ids, truncation), text, param)
@@ -96,16 +99,36 @@ class InputProcessor:
     def take_token_ids(
         self, token_ids: Sequence[int], truncation: Truncation | None = None, param: str = "prompt"
     ) -> Prompt:
-        """A prompt of ids. Raises InvalidRequestError for an id outside the vocabulary."""
-        check_token_ids(token_ids, self.vocab_size, param)
-        return Prompt(self._truncated(token_ids, truncation), param=param)
+        """A prompt of ids.
+
+        Raises InvalidRequestError for an id outside the vocabulary among those that are kept, ContextLengthError for
+        more than the model takes.
+        """
+        kept = self._truncated(token_ids, truncation)
+        self._check_fits(len(kept), param)
+        check_token_ids(kept, self.vocab_size, param)
+        return Prompt(kept, param=param)
+
+    def check_text_length(self, num_chars: int, num_tokens: int, param: str) -> None:
+        """Raises ContextLengthError for a text that has more than `num_tokens` tokens whatever they are."""
+        if num_chars > num_tokens * self._max_token_bytes:
+            raise ContextLengthError(
+                f"the text has {num_chars} characters, which is more than {num_tokens} tokens can say", param
+            )
 
     async def encode_chat(
         self, messages: list[Message], options: ChatOptions, truncation: Truncation | None = None
     ) -> Prompt:
         """Renders and tokenizes a conversation. Raises InvalidRequestError if the template rejects it."""
-        text = self.render_chat(messages, options)
+        text = await self.chat_text(messages, options)
         return await self.encode_text(text, options.add_special_tokens, truncation, param="messages")
+
+    async def chat_text(self, messages: list[Message], options: ChatOptions) -> str:
+        """Like `render_chat`, without blocking the event loop for long."""
+        size = sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
+        if size <= _MAX_INLINE_CHAT_CHARS:
+            return self.render_chat(messages, options)
+        return await asyncio.to_thread(self.render_chat, messages, options)
 
     def render_chat(self, messages: list[Message], options: ChatOptions) -> str:
         """The prompt text of a conversation."""
@@ -133,26 +156,34 @@ class InputProcessor:
 
         Raises InvalidRequestError (ContextLengthError if the prompt is too long) naming the field.
         """
-        check_sampling(sampling, self.vocab_size, self._max_logprobs)
+        check_priority(priority)
         if priority and not self._priorities:
             raise InvalidRequestError("priority needs a server started with --scheduling-policy priority", "priority")
         return GenerationRequest(
             label=label,
             prompt_token_ids=prompt.token_ids,
-            sampling=self._resolve(sampling, prompt),
+            sampling=self._fitted(self._resolved(sampling), prompt),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             prompt=prompt.text,
             priority=priority,
             cache_salt=cache_salt,
         )
 
-    def _resolve(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+    def _fitted(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
         max_tokens = self._max_tokens(sampling.max_tokens, prompt)
         if sampling.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {sampling.min_tokens} but only {max_tokens} tokens fit after the prompt", "min_tokens"
             )
-        changes: dict[str, Any] = {"max_tokens": max_tokens}
+        return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+
+    def _resolved(self, sampling: SamplingParams) -> SamplingParams:
+        """Checked, and with everything filled in that does not depend on the prompt. Many prompts come with the same
+        object, one after the other: it is worked on once."""
+        if sampling is self._last_sampling[0]:
+            return self._last_sampling[1]
+        check_sampling(sampling, self.vocab_size, self._max_logprobs)
+        changes: dict[str, Any] = {}
         if sampling.temperature < _GREEDY_BELOW:
             changes["temperature"] = 0.0
         if sampling.bad_words:
@@ -161,25 +192,30 @@ class InputProcessor:
             changes["logprobs"] = self.vocab_size
         if sampling.prompt_logprobs == -1:
             changes["prompt_logprobs"] = self.vocab_size
-        return msgspec.structs.replace(sampling, **changes)
+        resolved = msgspec.structs.replace(sampling, **changes)
+        self._last_sampling = (sampling, resolved)
+        return resolved
 
     def _max_tokens(self, wanted: int | None, prompt: Prompt) -> int:
         num_prompt_tokens = len(prompt.token_ids)
         if num_prompt_tokens == 0:
             raise InvalidRequestError("the prompt is empty", prompt.param)
+        self._check_fits(num_prompt_tokens, prompt.param)
         room = self.max_model_len - num_prompt_tokens
-        if room < 1:
-            raise ContextLengthError(
-                f"this model's maximum context length is {self.max_model_len} tokens and the prompt alone has "
-                f"{num_prompt_tokens}; it may have at most {self.max_model_len - 1}",
-                prompt.param,
-            )
         if wanted is not None and wanted > self.max_model_len:
             raise InvalidRequestError(
                 f"max_tokens is {wanted}, above the model's maximum context length of {self.max_model_len}",
                 "max_tokens",
             )
         return room if wanted is None else min(wanted, room)
+
+    def _check_fits(self, num_prompt_tokens: int, param: str) -> None:
+        if num_prompt_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"this model's maximum context length is {self.max_model_len} tokens and the prompt alone has "
+                f"{num_prompt_tokens}; it may have at most {self.max_model_len - 1}",
+                param,
+            )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is spelled at the start of a text and, if that differs, after a space."""

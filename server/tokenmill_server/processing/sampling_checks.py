@@ -3,13 +3,19 @@
 Comparisons are written so that NaN fails them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.processing.shown import shown
 
-MAX_CHOICES = 16384
+MAX_CHOICES = 1024
+"""Of one request, over all of its prompts."""
+MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORDS_CHARS = 8192
+"""Of all together: they are tokenized while other requests wait."""
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -20,21 +26,41 @@ def check_sampling(sampling: SamplingParams, vocab_size: int, max_logprobs: int)
     _check_lengths(sampling)
     _check_logprobs(sampling.logprobs, "logprobs", vocab_size, max_logprobs)
     _check_logprobs(sampling.prompt_logprobs, "prompt_logprobs", vocab_size, max_logprobs)
-    check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
-    check_token_ids(sampling.logit_bias or (), vocab_size, "logit_bias")
+    _check_token_set(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+    _check_token_set(sampling.logit_bias or (), vocab_size, "logit_bias")
     if sampling.allowed_token_ids is not None:
         if not sampling.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
-        check_token_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+        _check_token_set(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+    if not sampling.spaces_between_special_tokens:
+        raise InvalidRequestError(
+            "spaces_between_special_tokens must be true: the text is that of the tokens, with nothing taken out; "
+            "use skip_special_tokens to leave special tokens out",
+            "spaces_between_special_tokens",
+            "unsupported_parameter",
+        )
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequestError for an id outside the vocabulary."""
+    if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for token_id in token_ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"{param} holds {token_id!r}, which is no token id; ids are 0 to {vocab_size - 1}", param
+                f"{param} holds {shown(token_id)}, which is no token id; ids are 0 to {vocab_size - 1}", param
             )
+
+
+def check_priority(priority: int) -> None:
+    """Raises InvalidRequestError for what no scheduler can compare."""
+    _integer(priority, "priority", _INT64_MIN, _INT64_MAX)
+
+
+def _check_token_set(token_ids: Collection[int], vocab_size: int, param: str) -> None:
+    if len(token_ids) > vocab_size:
+        raise InvalidRequestError(f"{param} has {len(token_ids)} entries; there are {vocab_size} token ids", param)
+    check_token_ids(token_ids, vocab_size, param)
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
@@ -43,10 +69,10 @@ def _check_numbers(sampling: SamplingParams) -> None:
     _in_range(sampling.presence_penalty, "presence_penalty", -2.0, 2.0)
     _in_range(sampling.frequency_penalty, "frequency_penalty", -2.0, 2.0)
     if not (_is_number(sampling.top_p) and 0.0 < sampling.top_p <= 1.0):
-        raise InvalidRequestError(f"top_p must be above 0 and at most 1, got {sampling.top_p!r}", "top_p")
+        raise InvalidRequestError(f"top_p must be above 0 and at most 1, got {shown(sampling.top_p)}", "top_p")
     if not (_is_number(sampling.repetition_penalty) and 0.0 < sampling.repetition_penalty < float("inf")):
         raise InvalidRequestError(
-            f"repetition_penalty must be a finite number above 0, got {sampling.repetition_penalty!r}",
+            f"repetition_penalty must be a finite number above 0, got {shown(sampling.repetition_penalty)}",
             "repetition_penalty",
         )
     _integer(sampling.top_k, "top_k", -1, _INT64_MAX)
@@ -65,10 +91,14 @@ def _check_lengths(sampling: SamplingParams) -> None:
             raise InvalidRequestError(
                 f"min_tokens ({sampling.min_tokens}) must not exceed max_tokens ({sampling.max_tokens})", "min_tokens"
             )
-    _non_empty_strings(sampling.stop, "stop")
-    _non_empty_strings(sampling.bad_words, "bad_words")
+    _non_empty_strings(sampling.stop, "stop", MAX_STOP_CHARS)
     if len(sampling.bad_words) > MAX_BAD_WORDS:
         raise InvalidRequestError(f"at most {MAX_BAD_WORDS} bad_words are allowed", "bad_words")
+    _non_empty_strings(sampling.bad_words, "bad_words", MAX_BAD_WORD_CHARS)
+    if sum(map(len, sampling.bad_words)) > MAX_BAD_WORDS_CHARS:
+        raise InvalidRequestError(
+            f"all bad_words together may have at most {MAX_BAD_WORDS_CHARS} characters", "bad_words"
+        )
 
 
 def _check_logprobs(value: int | None, param: str, vocab_size: int, max_logprobs: int) -> None:
@@ -81,22 +111,26 @@ def _check_logprobs(value: int | None, param: str, vocab_size: int, max_logprobs
 
 def _in_range(value: float, param: str, low: float, high: float) -> None:
     if not (_is_number(value) and low <= value <= high):
-        raise InvalidRequestError(f"{param} must be between {low:g} and {high:g}, got {value!r}", param)
+        raise InvalidRequestError(f"{param} must be between {low:g} and {high:g}, got {shown(value)}", param)
 
 
 def _integer(value: int, param: str, low: int, high: int) -> None:
     if type(value) is not int:
-        raise InvalidRequestError(f"{param} must be an integer, got {value!r}", param)
+        raise InvalidRequestError(f"{param} must be an integer, got {shown(value)}", param)
     if value < low:
-        raise InvalidRequestError(f"{param} must be at least {low}, got {value}", param)
+        raise InvalidRequestError(f"{param} must be at least {low}, got {shown(value)}", param)
     if value > high:
-        raise InvalidRequestError(f"{param} must be at most {high}, got {value}", param)
+        raise InvalidRequestError(f"{param} must be at most {high}, got {shown(value)}", param)
 
 
-def _non_empty_strings(values: Iterable[str], param: str) -> None:
+def _non_empty_strings(values: Iterable[str], param: str, max_chars: int) -> None:
     for value in values:
         if not isinstance(value, str) or not value:
-            raise InvalidRequestError(f"{param} must hold non-empty strings, got {value!r}", param)
+            raise InvalidRequestError(f"{param} must hold non-empty strings, got {shown(value)}", param)
+        if len(value) > max_chars:
+            raise InvalidRequestError(
+                f"{param} must hold strings of at most {max_chars} characters, got one of {len(value)}", param
+            )
 
 
 def _is_number(value: object) -> bool:

@@ -5,6 +5,7 @@ complete at the same character the longest. Each character costs constant time p
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
@@ -69,8 +70,10 @@ class _Automaton:
         return complete
 
 
-def _borders(pattern: str) -> list[int]:
-    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
+@lru_cache(maxsize=256)
+def _borders(pattern: str) -> tuple[int, ...]:
+    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix. All choices of a
+    request, and of the next ones like it, share one table."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):
@@ -79,4 +82,4 @@ def _borders(pattern: str) -> list[int]:
         if pattern[index] == pattern[length]:
             length += 1
         borders[index] = length
-    return borders
+    return tuple(borders)

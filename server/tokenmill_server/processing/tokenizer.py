@@ -69,6 +69,10 @@ class Tokenizer:
         """The vocabulary's own spelling of a token."""
         return self._backend.id_to_token(token_id)
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Like `token_string` for each."""
+        return [self._backend.id_to_token(token_id) for token_id in token_ids]
+
     def token_id(self, token: str) -> int | None:
         """Id of a token spelled as in the vocabulary."""
         return self._backend.token_to_id(token)

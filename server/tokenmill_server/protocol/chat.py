@@ -6,7 +6,8 @@ from typing import Any
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.processing.chat_template import Message, text_of_content
 from tokenmill_server.processing.input_processor import ChatOptions
-from tokenmill_server.protocol.fields import GenerationFields, Int
+from tokenmill_server.processing.shown import shown
+from tokenmill_server.protocol.fields import GenerationFields, Int, List
 from tokenmill_server.protocol.tokenize import TokenizeRequest
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -15,14 +16,14 @@ _ROLES = ("system", "developer", "user", "assistant")
 class ChatRequest(GenerationFields):
     """Fields of a chat completion beside the common ones."""
 
-    messages: list[dict[str, Any]]
+    messages: List[dict[str, Any]]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: List[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
     """Without tools there are no calls to be parallel."""
@@ -81,7 +82,7 @@ def _parse_message(message: dict[str, Any], path: str) -> Message:
     if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
         raise InvalidRequestError("tool calls are not supported by this server", path, "unsupported_parameter")
     if role not in _ROLES:
-        raise InvalidRequestError(f"role must be one of {', '.join(_ROLES)}, got {role!r}", f"{path}.role")
+        raise InvalidRequestError(f"role must be one of {', '.join(_ROLES)}, got {shown(role)}", f"{path}.role")
     content = text_of_content(message.get("content"), f"{path}.content")
     if content is None:
         raise InvalidRequestError("content is missing", f"{path}.content")

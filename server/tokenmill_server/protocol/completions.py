@@ -42,4 +42,4 @@ class CompletionRequest(GenerationFields):
 
 
 def _all_integers(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
+    return set(map(type, values)) <= {int}

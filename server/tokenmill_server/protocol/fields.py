@@ -5,15 +5,18 @@ Models check types only; ranges are checked where `LLM` needs them too (`process
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_server.processing.input_processor import Truncation
+from tokenmill_server.processing.shown import shown
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 MAX_STOP_STRINGS = 4
 _INTEGER = re.compile(r"^-?\d{1,19}$")
@@ -27,7 +30,19 @@ def _whole_float_to_int(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _first_wrong_number(value: Any) -> Any:
+    """A dict with a million wrong values is one error, not a million."""
+    for number in value.values() if isinstance(value, dict) else ():
+        if type(number) is not float and type(number) is not int:
+            raise PydanticCustomError(
+                "float_type", "Values should be numbers, one is {value}", {"value": shown(number)}
+            )
+    return value
+
+
 Int = Annotated[int, BeforeValidator(_whole_float_to_int)]
+List = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong entry is the only one that is reported."""
 
 
 class StreamOptions(BaseModel):
@@ -56,13 +71,13 @@ class GenerationFields(BaseModel):
     seed: Int | None = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop: str | List[str] | None = None
+    stop_token_ids: List[Int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_first_wrong_number)] = None
+    allowed_token_ids: List[Int] | None = None
+    bad_words: List[str] | None = None
     prompt_logprobs: Int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -158,7 +173,7 @@ def _parse_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         return None
     for key in bias:
         if _INTEGER.match(key) is None:
-            raise InvalidRequestError(f"logit_bias keys are token ids, got {key!r}", "logit_bias")
+            raise InvalidRequestError(f"logit_bias keys are token ids, got {shown(key)}", "logit_bias")
     return {int(key): max(-_MAX_BIAS, min(_MAX_BIAS, value)) for key, value in bias.items()}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tokenmill_server.protocol.fields import Int
+from tokenmill_server.protocol.fields import Int, List
 
 
 class TokenizeRequest(BaseModel):
@@ -14,13 +14,13 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: List[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: List[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
 
@@ -30,4 +30,4 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
-    tokens: list[Int]
+    tokens: List[Int]

@@ -64,6 +64,8 @@ async def _prepare(call: Call, fields: CompletionRequest) -> _Job:
     """Tokenizes and checks every prompt before any of them starts."""
     inputs = call.context.inputs
     limit = fields.token_limit()
+    if fields.max_tokens is None:
+        limit = min(limit, inputs.max_model_len)  # a default of ours is not the client's error
     echoed_logprobs = fields.logprobs if fields.echo else None
     sampling = fields.sampling_params(
         call.context.config.default_sampling,

@@ -1,5 +1,6 @@
 """What the generating routes do alike: headers, identity of the answer, start of streams."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ IGNORED_HEADER = "x-tokenmill-ignored-fields"
 """Lists the fields of the request that had no effect."""
 
 _MAX_IGNORED_CHARS = 500
+_INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 
 
 @dataclass(slots=True)
@@ -117,10 +119,9 @@ def _integer_header(request: Request, name: str) -> int | None:
     text = request.headers.get(name)
     if text is None:
         return None
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InvalidRequestError(f"the header {name} must be an integer, got {text[:100]!r}", name) from error
+    if _INTEGER.fullmatch(text) is None:
+        raise InvalidRequestError(f"the header {name} must be an integer, got {text[:100]!r}", name)
+    return int(text)
 
 
 def _ignored_header(body: Json, model: type[ModelT]) -> dict[str, str]:

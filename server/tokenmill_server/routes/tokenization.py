@@ -1,13 +1,19 @@
 """POST /tokenize and POST /detokenize"""
 
+import asyncio
+
 from fastapi import Request
 from starlette.responses import Response
 
-from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.context import context_of
+from tokenmill_server.processing.sampling_checks import check_token_ids
 from tokenmill_server.protocol.chat import chat_options, parse_messages
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenmill_server.routes.bodies import json_reply, parse, read_json
+
+_MAX_CONTEXTS = 4
+"""How many times the model's context a text or a list of ids may be long."""
 
 
 async def tokenize(request: Request) -> Response:
@@ -19,13 +25,14 @@ async def tokenize(request: Request) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("give either prompt or messages", "prompt")
     if fields.messages is not None:
-        text = inputs.render_chat(parse_messages(fields.messages), chat_options(fields, inputs.template_variables))
+        text = await inputs.chat_text(parse_messages(fields.messages), chat_options(fields, inputs.template_variables))
         add_special_tokens = bool(fields.add_special_tokens)
     else:
         text = fields.prompt or ""
         add_special_tokens = fields.add_special_tokens is not False
+    inputs.check_text_length(len(text), _MAX_CONTEXTS * inputs.max_model_len, "prompt")
     (token_ids,) = await inputs.tokenizer.encode_many([text], add_special_tokens)
-    strings = [inputs.tokenizer.token_string(token_id) for token_id in token_ids] if fields.return_token_strs else None
+    strings = await asyncio.to_thread(inputs.tokenizer.token_strings, token_ids) if fields.return_token_strs else None
     return json_reply(
         {
             "count": len(token_ids),
@@ -41,5 +48,10 @@ async def detokenize(request: Request) -> Response:
     context = context_of(request)
     fields = parse(await read_json(request, context.config.max_body_bytes), DetokenizeRequest)
     context.check_model(fields.model)
-    context.inputs.take_token_ids(fields.tokens, param="tokens")
-    return json_reply({"prompt": context.inputs.tokenizer.decode(fields.tokens, skip_special_tokens=False)})
+    inputs = context.inputs
+    most = _MAX_CONTEXTS * inputs.max_model_len
+    if len(fields.tokens) > most:
+        raise ContextLengthError(f"tokens has {len(fields.tokens)} ids, more than the limit of {most}", "tokens")
+    check_token_ids(fields.tokens, inputs.vocab_size, "tokens")
+    text = await asyncio.to_thread(inputs.tokenizer.decode, fields.tokens, skip_special_tokens=False)
+    return json_reply({"prompt": text})

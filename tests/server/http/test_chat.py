@@ -50,7 +50,7 @@ def test_max_completion_tokens_wins_and_default_is_the_room_left(client: httpx.C
 
 
 def test_stream_is_the_answer_in_chunks(client: httpx.Client) -> None:
-    """B23: typed clients can read every chunk; role first, one finish reason last."""
+    """Typed clients can read every chunk; role first, one finish reason last."""
     whole = client.post(PATH, json=chat(max_tokens=12)).json()
     stream = post_stream(client, PATH, chat(max_tokens=12))
     for chunk in stream.chunks:
@@ -66,7 +66,7 @@ def test_stream_is_the_answer_in_chunks(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_usage_chunk(client: httpx.Client, n: int) -> None:
-    """B22: usage in exactly one more chunk, without choices, and only if asked for."""
+    """Usage in exactly one more chunk, without choices, and only if asked for."""
     body = chat(n=n)
     whole = client.post(PATH, json=body).json()["usage"]
     stream = post_stream(client, PATH, body | {"stream_options": {"include_usage": True}})
@@ -98,7 +98,7 @@ def test_stream_interval(client: httpx.Client, interval: int) -> None:
 
 
 def test_several_choices_stream_side_by_side(client: httpx.Client) -> None:
-    """B26, B34: every index ends once; a seed gives different choices and the same set again."""
+    """Every index ends once; a seed gives different choices and the same set again."""
     body = chat(n=4, seed=7, temperature=1, max_tokens=20, stop=["kind"])
     whole = client.post(PATH, json=body).json()
     again = client.post(PATH, json=body).json()
@@ -112,7 +112,6 @@ def test_several_choices_stream_side_by_side(client: httpx.Client) -> None:
 
 
 def test_continue_final_message_keeps_trailing_space(client: httpx.Client, tokenizer: Tokenizer) -> None:
-    """B12"""
     messages = [SYSTEM, USER, {"role": "assistant", "content": "OK!\n"}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
     response = client.post(PATH, json=chat(messages=messages, **options))

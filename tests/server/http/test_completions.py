@@ -63,7 +63,7 @@ def test_several_prompts_with_several_choices_stream(client: httpx.Client) -> No
     ["\n1. Carol has 20", "\n\n\na\n\n\nb", "日本語のテキスト", "a 🎉 and 🦄!", "<|im_start|>user\nhi<|im_end|>"],
 )
 def test_echoed_tokens_join_to_the_text(client: httpx.Client, prompt: str) -> None:
-    """B16: token strings and offsets fit the text."""
+    """Token strings and offsets fit the text."""
     body = completion(prompt, echo=True, logprobs=1, max_tokens=5, ignore_eos=True, skip_special_tokens=False)
     choice = client.post(PATH, json=body).json()["choices"][0]
     logprobs = choice["logprobs"]
@@ -84,7 +84,7 @@ def test_echoed_tokens_join_to_the_text(client: httpx.Client, prompt: str) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_scoring_a_prompt(client: httpx.Client, stream: bool) -> None:
-    """B03: what evaluation harnesses send."""
+    """What evaluation harnesses send."""
     prompt = "Your answer: Yes"
     body = completion(prompt, max_tokens=0, echo=True, logprobs=1)
     if stream:
@@ -113,7 +113,7 @@ def test_echo_without_generation_or_scores_needs_no_engine(client: httpx.Client,
 
 
 def test_impossible_tokens_have_finite_logprobs(client: httpx.Client) -> None:
-    """B05: the echo engine says minus infinity for every id that is a multiple of 50."""
+    """The echo engine says minus infinity for every id that is a multiple of 50."""
     body = completion([50, 100, 150, 7, 200], echo=True, logprobs=3, max_tokens=3)
     response = client.post(PATH, json=body)
     values = strict_json(response.text)["choices"][0]["logprobs"]["token_logprobs"]
@@ -123,7 +123,7 @@ def test_impossible_tokens_have_finite_logprobs(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_a_prompt_that_ends_inside_a_character(client: httpx.Client, tokenizer: Tokenizer, with_logprobs: bool) -> None:
-    """B17: the output is the text of the generated tokens, no delta repeats the prompt."""
+    """The output is the text of the generated tokens, no delta repeats the prompt."""
     prompt = [*tokenizer.encode("Hello world "), *tokenizer.encode("🦄")[:-1]]
     body = completion(prompt, max_tokens=2, return_token_ids=True, **({"logprobs": 0} if with_logprobs else {}))
     choice = client.post(PATH, json=body).json()["choices"][0]
@@ -144,7 +144,7 @@ def test_output_may_finish_the_prompts_character(client: httpx.Client, tokenizer
 def test_a_limit_inside_a_character(
     client: httpx.Client, tokenizer: Tokenizer, limit: int, fields: dict[str, Any]
 ) -> None:
-    """B20: whole characters only, the same in both modes."""
+    """Whole characters only, the same in both modes."""
     prompt = tokenizer.encode("🦄é日🎉")
     body = completion(prompt, max_tokens=limit, **fields)
     whole = text_of(client, body)
@@ -154,7 +154,6 @@ def test_a_limit_inside_a_character(
 
 
 def test_a_stop_string_never_leaks(client: httpx.Client) -> None:
-    """B18"""
     body = completion("ABCDEFGHIJ", max_tokens=30)
     for stop, text, reason in (
         (["DEFGHIJ"], "ABC", "stop"),
@@ -220,7 +219,7 @@ def test_prompt_logprobs(client: httpx.Client) -> None:
     ],
 )
 def test_malformed_prompts(client: httpx.Client, prompt: Any, fields: dict[str, Any]) -> None:
-    """B01 among others: an empty prompt is refused, nothing dies."""
+    """An empty prompt is refused, nothing dies."""
     assert is_error(client.post(PATH, json=completion(prompt, **fields)), 400, "prompt")
     assert text_of(client, completion()) == "one two threeone"
 

@@ -80,16 +80,17 @@ def test_special_tokens_are_hidden_unless_asked_for(client: httpx.Client) -> Non
         *[("presence_penalty", value) for value in (-3, "x")],
         *[("frequency_penalty", value) for value in (3,)],
         *[("repetition_penalty", value) for value in (0, -1)],
-        *[("n", value) for value in (0, -1, 10**5, 1.5, "2", 10**30)],
+        *[("n", value) for value in (0, -1, 1025, 10**5, 1.5, "2", 10**30)],
         *[("seed", value) for value in (2**63, 1.5, "x")],
         *[("max_tokens", value) for value in (-1, 8193, "5", 1.5)],
         *[("min_tokens", value) for value in (-1, 3)],
-        *[("stop", value) for value in ("", [""], ["a"] * 5, 7, [7])],
+        *[("stop", value) for value in ("", [""], ["a"] * 5, 7, [7], ["x" * 1025])],
         *[("stop_token_ids", value) for value in ([-1], [49152], ["a"], 7)],
-        *[("logit_bias", value) for value in ([1], "x")],
+        *[("logit_bias", value) for value in ([1], "x", {"5": "x"})],
         *[("logit_bias", {key: 5}) for key in ("99999999", "-1", "abc", "49152", "1.5", "")],
         *[("allowed_token_ids", value) for value in ([], [49152])],
-        *[("bad_words", value) for value in ([""], "x", ["x"] * 129)],
+        *[("bad_words", value) for value in ([""], "x", ["x"] * 129, ["x" * 200_000])],
+        ("spaces_between_special_tokens", False),
         *[("prompt_logprobs", value) for value in (-1, 21, "x")],
         *[("stream", value) for value in ("yes", 1)],
         *[("stream_interval", value) for value in (0, -1, "x")],
@@ -98,12 +99,12 @@ def test_special_tokens_are_hidden_unless_asked_for(client: httpx.Client) -> Non
         *[("request_id", value) for value in ("", "a\nb", "é", "x" * 257)],
         *[("truncate_prompt_tokens", value) for value in (-2, 8193)],
         *[("truncation_side", value) for value in ("top",)],
-        *[("priority", value) for value in (1, "x")],
+        *[("priority", value) for value in (1, "x", 2**63)],
         *[("echo", value) for value in ("yes",)],
     ],
 )
 def test_refused_by_name(client: httpx.Client, path: str, param: str, value: Any) -> None:
-    """B28 among others: wrong types and ranges are 400, and the answer says which field."""
+    """Wrong types and ranges are 400, and the answer says which field."""
     body = completion() if path == PATH else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     response = client.post(path, json=body | {param: value})
     assert is_error(response, 400)
@@ -115,7 +116,6 @@ def test_refused_by_name(client: httpx.Client, path: str, param: str, value: Any
     "field", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 )
 def test_numbers_that_are_none(client: httpx.Client, field: str, literal: str) -> None:
-    """B31"""
     for text in (f'"{field}": {literal}', f'"logit_bias": {{"5": {literal}}}'):
         body = f'{{"prompt": "x", "max_tokens": 1, {text}}}'
         response = client.post(PATH, content=body, headers={"content-type": "application/json"})
@@ -216,7 +216,15 @@ def test_defaults_of_the_model_and_of_the_server() -> None:
 
 def test_a_default_limit_beyond_the_context_is_no_error_of_the_client() -> None:
     with run_server(default_sampling={"max_tokens": 10**6}) as server, server.client() as client:
-        assert client.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        assert client.post(CHAT, json=chat).status_code == 200
+        assert is_error(client.post(CHAT, json=chat | {"max_tokens": 10**6}), 400, "max_tokens")
+
+
+def test_a_model_with_a_context_shorter_than_the_default_limit() -> None:
+    with run_server(engine=engine_config(max_model_len=12)) as server, server.client() as client:
+        assert client.post(PATH, json={"prompt": "x"}).status_code == 200
+        assert is_error(client.post(PATH, json={"prompt": "x", "max_tokens": 16}), 400, "max_tokens")
 
 
 def test_priority_under_its_policy() -> None:
@@ -226,4 +234,8 @@ def test_priority_under_its_policy() -> None:
         assert server.engines[0].added[-1].priority == -5
         client.post(PATH, json=completion(priority=-5), headers={"X-Vllm-Priority": "8"})
         assert server.engines[0].added[-1].priority == 8
-        assert is_error(client.post(PATH, json=completion(), headers={"X-Vllm-Priority": "x"}), 400)
+        for wrong in ("x", str(2**63), str(-(2**63) - 1), "1" * 5000, "1_0", ""):
+            assert is_error(client.post(PATH, json=completion(), headers={"X-Vllm-Priority": wrong}), 400)
+            assert is_error(client.post(PATH, json=completion(), headers={"X-Data-Parallel-Rank": wrong}), 400)
+        for wrong in (2**63, -(2**63) - 1):
+            assert is_error(client.post(PATH, json=completion(priority=wrong)), 400, "priority")

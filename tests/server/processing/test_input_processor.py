@@ -1,4 +1,5 @@
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -32,14 +33,16 @@ async def test_a_prompt_and_its_limits(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(("length", "fits"), [(99, True), (100, False), (300, False)])
 async def test_context_length(tokenizer: Tokenizer, length: int, fits: bool) -> None:
     inputs = processor(tokenizer)
-    prompt = inputs.take_token_ids([504] * length)
+    prompt = Prompt([504] * length)
     if fits:
+        assert inputs.take_token_ids([504] * length) == prompt
         assert inputs.build(prompt, SamplingParams()).sampling.max_tokens == 1
         return
-    with pytest.raises(ContextLengthError, match=f"100 tokens.*{length}") as caught:
-        inputs.build(prompt, SamplingParams())
-    assert caught.value.code == "context_length_exceeded"
-    assert caught.value.param == "prompt"
+    for refused in (lambda: inputs.build(prompt, SamplingParams()), lambda: inputs.take_token_ids([-1] * length)):
+        with pytest.raises(ContextLengthError, match=f"100 tokens.*{length}") as caught:
+            refused()
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param == "prompt"
 
 
 async def test_absurdly_long_text_is_not_even_tokenized(tokenizer: Tokenizer) -> None:
@@ -104,6 +107,46 @@ async def test_bad_words_are_banned_with_and_without_a_space(tokenizer: Tokenize
         tuple(tokenizer.encode("Paris")),
         tuple(tokenizer.encode(" Paris")),
     }
+
+
+async def test_bad_words_are_tokenized_once_and_only_if_they_are_short(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = processor(tokenizer)
+    encoded: list[str] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options))
+    with pytest.raises(InvalidRequestError, match="bad_words"):
+        inputs.build(Prompt([504]), SamplingParams(bad_words=("x" * 200_000,)))
+    assert encoded == []
+    sampling = SamplingParams(bad_words=("Paris",))
+    requests = [inputs.build(Prompt([504] * length), sampling) for length in range(1, 20)]
+    assert encoded == ["Paris", " Paris"]
+    assert len({request.sampling.bad_words_token_ids for request in requests}) == 1
+
+
+@pytest.mark.parametrize("priority", [2**63, -(2**63) - 1, 10**30, 1.5])
+async def test_priorities_are_64_bit_integers(tokenizer: Tokenizer, priority: Any) -> None:
+    config = dataclasses.replace(engine_config(), scheduler=SchedulerConfig(policy="priority"))
+    with pytest.raises(InvalidRequestError) as caught:
+        InputProcessor(tokenizer, None, config).build(Prompt([504]), SamplingParams(), priority=priority)
+    assert caught.value.param == "priority"
+
+
+async def test_long_conversations_are_rendered_in_a_thread(tokenizer: Tokenizer) -> None:
+    threads: list[str] = []
+    inputs = processor(tokenizer)
+    assert inputs.template is not None
+    render = inputs.template.render
+
+    def noting(*arguments: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(*arguments)
+
+    inputs.template.render = noting  # type: ignore[method-assign]
+    for messages in ([("user", "x" * 1000)], [("user", "x" * 70_000)], [("user", "")] * 2000):
+        await inputs.chat_text([{"role": role, "content": text} for role, text in messages], ChatOptions())
+    assert [name == threading.main_thread().name for name in threads] == [True, False, False]
 
 
 async def test_resolved_values(tokenizer: Tokenizer) -> None:

@@ -54,6 +54,11 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: li
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
+def test_watchers_of_one_string_share_its_table() -> None:
+    tables = {id(StopStrings(["ab" * 500], False)._automata[0]._fallback) for _ in range(100)}
+    assert len(tables) == 1
+
+
 def test_before_the_minimum_a_stop_string_is_ordinary_text() -> None:
     watcher = StopStrings(["ab"], include_in_output=False)
     assert watcher.push("xaby", may_stop=False) == "xaby"
