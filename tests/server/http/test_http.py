@@ -1,6 +1,8 @@
 """Bodies, errors, keys, ids, and the routes around generation."""
 
+import contextlib
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -19,7 +21,6 @@ GOOD = {"prompt": "one two", "max_tokens": 2}
     "body", ["[]", "null", "true", "123", '"x"', "{", "", "{}}", "[" * 5000, '{"a": "\\ud800"}', b"\xff\xfe", b"\x00"]
 )
 def test_bodies_that_are_no_json_object(client: httpx.Client, path: str, body: str | bytes) -> None:
-    """B08"""
     response = client.post(path, content=body, headers={"content-type": "application/json"})
     assert is_error(response, 400, code="invalid_json")
     assert client.get("/health").status_code == 200
@@ -102,10 +103,44 @@ def test_tokenize_a_conversation(client: httpx.Client, tokenizer: Tokenizer) -> 
         ("/detokenize", {"tokens": "x"}),
         ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {"tokens": [49152]}),
+        ("/detokenize", {"tokens": [1] * (4 * 8192 + 1)}),
+        ("/tokenize", {"prompt": "x" * 10_000_000}),
     ],
 )
 def test_malformed_tokenize_requests(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     assert is_error(client.post(path, json=body), 400)
+
+
+def answer_to(server: Server, request: bytes) -> bytes:
+    """Everything until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(request)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while data := connection.recv(65536):
+                answer += data
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"".join(b"X-%d: a\r\n" % number for number in range(300)), b"431", "headers_too_large"),
+        (b"X-Long: " + b"a" * 300_000 + b"\r\n", b"431", "headers_too_large"),
+        (b"X-Endless: " + b"a" * 600_000, b"431", "headers_too_large"),
+        (b"no header\r\n", b"400", "invalid_http"),
+    ],
+)
+def test_heads_that_are_too_large_or_none(server: Server, head: bytes, status: bytes, code: str) -> None:
+    end = b"" if head.startswith(b"X-Endless") else b"\r\n"
+    answer = answer_to(server, b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + end)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == code
+
+
+def test_heads_within_the_limits(client: httpx.Client) -> None:
+    assert client.get("/health", headers={f"x-{number}": "a" * 900 for number in range(200)}).status_code == 200
 
 
 def test_operations(client: httpx.Client) -> None:
@@ -116,7 +151,7 @@ def test_operations(client: httpx.Client) -> None:
 
 
 def test_request_ids(client: httpx.Client) -> None:
-    """B14: the client's id is echoed, and is a label only: it may be in flight twice."""
+    """The client's id is echoed, and is a label only: it may be in flight twice."""
     for request_id in ("mine-1", "mine-1"):
         response = client.post("/v1/completions", json=GOOD, headers={"X-Request-Id": request_id})
         assert response.headers["x-request-id"] == "mine-1"
