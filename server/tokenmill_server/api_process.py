@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -83,13 +85,10 @@ def build_context(start: ApiServerStart) -> ServerContext:
     tokenizer = load_tokenizer(model.tokenizer_path)
     inputs = InputProcessor(tokenizer, load_template(start), start.engine)
     observability = start.engine.observability
-    metrics_dir = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    metrics = None
-    if metrics_dir is not None:
-        namespaces = observability.metrics_namespaces if observability.log_stats else ()
-        num_engines = start.engine.data_parallel_size
-        metrics = FrontendMetrics(observability.model_name, num_engines, model.max_model_len, namespaces)
-    client = EngineClient(start.run_dir, start.client, start.incarnation, start.engine.data_parallel_size)
+    namespaces = observability.metrics_namespaces if observability.log_stats else ()
+    num_engines = start.engine.data_parallel_size
+    metrics = FrontendMetrics(observability.model_name, num_engines, model.max_model_len, namespaces)
+    client = EngineClient(start.run_dir, start.client, start.incarnation, num_engines)
     return ServerContext(
         config=config,
         engine_config=start.engine,
@@ -99,7 +98,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         started_at=int(time.time()),
         fingerprint=_fingerprint(start),
         metrics=metrics,
-        metrics_dir=metrics_dir,
+        metrics_dir=os.environ["PROMETHEUS_MULTIPROC_DIR"],
     )
 
 
@@ -120,7 +119,8 @@ class ApiServer:
         self._start = start
         self._context = context
         self._channel = channel
-        self._messages: asyncio.Queue[ApiControl] = asyncio.Queue()
+        self._events: asyncio.Queue[ApiControl | asyncio.Task[bool]] = asyncio.Queue()
+        """Messages of the launcher, and what they set off once it is done."""
 
     async def run(self) -> None:
         """Accepts connections and follows the launcher's messages until the server is drained."""
@@ -138,32 +138,46 @@ class ApiServer:
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
-            while True:
-                match await self._messages.get():
-                    case EnginesReady() as ready:
-                        await self._on_ready(ready)
-                    case EngineDied(engine=engine, message=message):
-                        self._on_engine_died(engine, message)
-                    case Drain(timeout_s=timeout_s):
-                        await self._drain(server, timeout_s)
-                        return
+            await self._follow(server)
+
+    async def _follow(self, server: HttpServer) -> None:
+        """Reacts to every message at once: an engine may die while this connects to it, or drains."""
+        while True:
+            match await self._events.get():
+                case EnginesReady() as ready:
+                    self._begin(self._on_ready(ready))
+                case EngineDied(engine=engine, message=message):
+                    self._on_engine_died(engine, message)
+                case Drain(timeout_s=timeout_s):
+                    self._begin(self._drain(server, timeout_s))
+                case asyncio.Task() as task if task.result():
+                    return
+
+    def _begin(self, work: Coroutine[Any, Any, bool]) -> None:
+        """Runs `work` beside the messages. Its result says whether the process is to end; its error ends it too."""
+        asyncio.get_running_loop().create_task(work).add_done_callback(self._events.put_nowait)
 
     def _receive(self) -> None:
         try:
             for message in self._channel.receive_available():
-                self._messages.put_nowait(message)
+                self._events.put_nowait(message)
         except ChannelClosedError:
             exit_orphaned(self._start.run_dir)
 
-    async def _on_ready(self, ready: EnginesReady) -> None:
+    async def _on_ready(self, ready: EnginesReady) -> bool:
         context = self._context
         context.inputs.max_model_len = min(
             context.inputs.max_model_len, *(engine.max_model_len for engine in ready.engines)
         )
-        await context.generator.connect()
+        try:
+            await context.generator.connect()
+        except EngineDeadError as error:
+            logger.error("%s", error)  # the launcher knows as well, and is about to end everything
+            return False
         if context.readiness.phase is Phase.STARTING:
             context.readiness.move(Phase.READY)
         self._channel.send(Serving())
+        return False
 
     def _on_engine_died(self, engine: int, message: str) -> None:
         """The whole server is about to end: whoever waits is told so now."""
@@ -173,7 +187,7 @@ class ApiServer:
         context.generator.engine_died(engine, message)
         context.generator.fail_all(EngineDeadError(message))
 
-    async def _drain(self, server: HttpServer, timeout_s: float) -> None:
+    async def _drain(self, server: HttpServer, timeout_s: float) -> bool:
         context = self._context
         if context.readiness.phase is not Phase.DEAD:
             context.readiness.move(Phase.DRAINING)
@@ -182,6 +196,7 @@ class ApiServer:
             await server.wait_idle(_LAST_WORDS_S)
         await server.close()
         self._channel.send(Drained())
+        return True
 
 
 def _fingerprint(start: ApiServerStart) -> str:

@@ -9,6 +9,7 @@ from tokenmill_engine.errors import NotFoundError
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.processing.input_processor import InputProcessor
+from tokenmill_server.processing.shown import shown
 from tokenmill_server.readiness import Readiness
 from tokenmill_server.text_generator import TextGenerator
 
@@ -25,9 +26,9 @@ class ServerContext:
     started_at: int
     """Unix seconds."""
     fingerprint: str
-    metrics: FrontendMetrics | None = None
-    metrics_dir: str | None = None
-    """Directory with the metrics of all processes; None: /metrics does not exist."""
+    metrics: FrontendMetrics
+    metrics_dir: str
+    """Directory with the metrics of all processes."""
 
     @property
     def model_name(self) -> str:
@@ -38,7 +39,7 @@ class ServerContext:
         """Raises NotFoundError unless `name` is a served name, or absent."""
         if name and name not in self.config.served_model_names:
             served = ", ".join(self.config.served_model_names)
-            raise NotFoundError(f"the model {name!r} does not exist; served: {served}", "model", "model_not_found")
+            raise NotFoundError(f"the model {shown(name)} does not exist; served: {served}", "model", "model_not_found")
 
 
 def context_of(request: Request) -> ServerContext:

@@ -39,8 +39,6 @@ class _Link:
 
     input: "zmq.Socket[bytes]"
     output: "zmq.Socket[bytes]"
-    death: str | None = None
-    """Why the engine is gone."""
 
 
 class EngineClient:
@@ -59,20 +57,22 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.IMMEDIATE, 1)  # writable only once connected
         self._links: list[_Link] = []
+        self._deaths: dict[int, str] = {}
+        """Why an engine is gone. One may die before this connects to it."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Connects to every engine core; they must have bound their sockets.
+        """Connects to every engine core; they must have bound their sockets. Raises EngineDeadError if one is gone.
 
         The output side is up before the input side begins: an engine must know this client before it answers it. From
         its greeting on, each engine reports its load also while this client has nothing there.
         """
         self._loop = asyncio.get_running_loop()
         for engine in range(self.num_engines):
-            output = await self._connect(output_endpoint(self._run_dir, engine))
-            link = _Link(await self._connect(input_endpoint(self._run_dir, engine)), output)
+            output = await self._connect(engine, output_endpoint(self._run_dir, engine))
+            link = _Link(await self._connect(engine, input_endpoint(self._run_dir, engine)), output)
             self._links.append(link)
             self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
             self._send(engine, self._hello)
@@ -107,7 +107,7 @@ class EngineClient:
 
     def abort(self, engine: int, request_ids: list[int], reason: FinishReason) -> None:
         """Makes `engine` forget requests; no output of theirs follows."""
-        if request_ids and self._links[engine].death is None:
+        if request_ids and engine not in self._deaths:
             self._send(engine, AbortRequests(request_ids, reason))
 
     def ended(self, engine: int) -> None:
@@ -116,7 +116,7 @@ class EngineClient:
 
     def engine_died(self, engine: int, message: str) -> None:
         """From now on nothing is sent to `engine`; whoever tries is told `message`."""
-        self._links[engine].death = message
+        self._deaths[engine] = message
 
     def _send(self, engine: int, message: ClientMessage) -> bool:
         """Whether the engine was there to take it: the queue has no limit, so a full one means no connection."""
@@ -127,11 +127,10 @@ class EngineClient:
         return True
 
     def _check_alive(self, engine: int) -> None:
-        if not self._links:
+        if engine in self._deaths:
+            raise EngineDeadError(self._deaths[engine])
+        if engine >= len(self._links):
             raise EngineDeadError("the engine is not connected")
-        death = self._links[engine].death
-        if death is not None:
-            raise EngineDeadError(death)
 
     def _read(self, engine: int) -> None:
         """Drains the output socket. Its descriptor signals changes only, so nothing may be left behind."""
@@ -152,14 +151,14 @@ class EngineClient:
             return
         self.on_output(message)
 
-    async def _connect(self, endpoint: str) -> "zmq.Socket[bytes]":
+    async def _connect(self, engine: int, endpoint: str) -> "zmq.Socket[bytes]":
         """A socket whose other end has shaken hands."""
         socket: zmq.Socket[bytes] = connect_dealer(self._context, endpoint, self._identity)
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while not _option(socket, zmq.EVENTS) & zmq.POLLOUT:
-            if time.monotonic() > deadline:
+            if engine in self._deaths or time.monotonic() > deadline:
                 socket.close()
-                raise EngineDeadError(f"the engine does not answer at {endpoint}")
+                raise EngineDeadError(self._deaths.get(engine) or f"the engine does not answer at {endpoint}")
             await asyncio.sleep(_CONNECT_POLL_S)
         return socket
 

@@ -40,12 +40,14 @@ class EngineHost:
         self._death: str | None = None
         self._thread = threading.Thread(target=self._run_thread, name="tokenmill-engine-host", daemon=True)
         self.generator: TextGenerator
+        """There from `start` on."""
 
     def start(self) -> list[EngineReady]:
         """Starts the engine cores and waits until all can serve.
 
         Raises:
             StartupError: one could not start; nothing is left running.
+            EngineDeadError: one died as soon as it had started; nothing is left running either.
         """
         self._thread.start()
         try:
@@ -95,29 +97,30 @@ class EngineHost:
         self._stop = asyncio.Event()
         with Watcher() as watcher, RunDir() as run_dir:
             engines = EngineSupervisor(self._config, str(run_dir.path), watcher)
+            client = EngineClient(
+                str(run_dir.path), client=0, incarnation=0, num_engines=self._config.data_parallel_size
+            )
+            self.generator = TextGenerator(client, self._tokenizer)
             try:
                 ready = self._watch(watcher, engines)
                 # Metric files are a server's affair, and ours would mix with those of the program around us.
                 engines.start({key: text for key, text in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"})
                 await self._until(ready, self._stop)
-                await self._generate_until_stopped(str(run_dir.path), engines.ready, self._stop)
+                await self._generate_until_stopped(engines.ready, self._stop)
             finally:
+                client.close()
                 self._loop.remove_reader(watcher.fileno())
                 engines.stop()
 
-    async def _generate_until_stopped(self, run_dir: str, ready: list[EngineReady], stop: asyncio.Event) -> None:
-        client = EngineClient(run_dir, client=0, incarnation=0, num_engines=len(ready))
-        try:
-            await client.start()
-            self.generator = TextGenerator(client, self._tokenizer)
-            self._started.set_result(ready)
-            await stop.wait()
-            self._death = self._death or _CLOSED
-            self.generator.fail_all(EngineDeadError(self._death))
-            if calls := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(calls, timeout=_SETTLE_S)
-        finally:
-            client.close()
+    async def _generate_until_stopped(self, ready: list[EngineReady], stop: asyncio.Event) -> None:
+        await self.generator.connect()
+        self._started.set_result(ready)
+        await stop.wait()
+        self._death = self._death or _CLOSED
+        self.generator.fail_all(EngineDeadError(self._death))
+        calls = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        if calls:
+            await asyncio.wait(calls, timeout=_SETTLE_S)
 
     def _watch(self, watcher: Watcher, engines: EngineSupervisor) -> "asyncio.Future[None]":
         """A future that is done once all engine cores can serve, or raises why they cannot."""
@@ -152,7 +155,8 @@ class EngineHost:
     async def _until(ready: "asyncio.Future[None]", stop: asyncio.Event) -> None:
         """Waits for `ready`. Raises EngineDeadError if `stop` comes first."""
         stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({ready, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {ready, stopping}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not ready.done():
             raise EngineDeadError(_CLOSED)

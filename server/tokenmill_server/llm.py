@@ -53,7 +53,9 @@ class LLM:
         self._num_requests = 0
         self._finalizer = weakref.finalize(self, self._host.close)
         ready = self._host.start()
-        self._processor.max_model_len = min(engine.max_model_len for engine in ready)
+        self._processor.max_model_len = most = min(engine.max_model_len for engine in ready)
+        if (self._default_sampling.max_tokens or 0) > most:  # the model's own limit may exceed what fits here
+            self._default_sampling = msgspec.structs.replace(self._default_sampling, max_tokens=most)
 
     @property
     def max_model_len(self) -> int:

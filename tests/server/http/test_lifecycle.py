@@ -20,7 +20,7 @@ from tests.support.api_server import MODEL_NAME, Server, engine_config, run_serv
 from tests.support.echo_engine import POISON
 from tests.support.sse import is_error, post_stream
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, FromApiServer, StartFailed
+from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, FromApiServer, StartFailed
 from tokenmill_engine.messages import FinishReason
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.control import ApiServerStart
@@ -67,7 +67,7 @@ def test_while_the_model_loads() -> None:
 
 
 def test_death_of_the_engine_answers_everyone_at_once() -> None:
-    """B73, the front end's part."""
+    """The front end's part."""
     with run_server(engine_options={"step_s": 0.01}) as server, ThreadPoolExecutor(4) as pool:
 
         def post() -> httpx.Response:
@@ -116,9 +116,30 @@ def test_drain_ends_in_time() -> None:
         assert server.children[0].process.wait(10) == 0
 
 
+def test_death_of_the_engine_during_a_drain() -> None:
+    with run_server(engine_options={"step_s": 0.01}) as server, open_stream(server, LONG) as lines:
+        server.children[0].channel.send(Drain(60.0))
+        server.children[0].channel.send(EngineDied(0, "engine core 0 was killed"))
+        rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert rest[-1] == "data: [DONE]"
+        assert isinstance(server.children[0].channel.receive(), Drained)
+        assert server.children[0].process.wait(10) == 0
+
+
+def test_death_of_an_engine_that_nobody_is_connected_to_yet() -> None:
+    with run_server(ready=False) as server, server.client() as client:
+        server.engines[0].stop()
+        server.children[0].channel.send(EnginesReady([server.engines[0].ready()]))
+        server.children[0].channel.send(EngineDied(0, "engine core 0 was killed"))
+        wait_until(lambda: client.get("/health").json()["status"] == "dead")
+        assert is_error(client.post(PATH, json=SHORT), 500, code="engine_dead")
+        server.engines[0].start()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_stops_all_its_choices(server: Server, stream: bool) -> None:
-    """B55: nothing is left open, in the engine or here, and it is nobody's error but the client's."""
+    """Nothing is left open, in the engine or here, and it is nobody's error but the client's."""
 
     def counted(status: str) -> float:
         with server.client() as client:
@@ -161,7 +182,7 @@ def test_a_request_that_fails_in_the_engine(client: httpx.Client) -> None:
 
 
 def test_two_api_servers_and_two_engines() -> None:
-    """Every server reaches every engine; equal client ids in flight on both do not meet (B14)."""
+    """Every server reaches every engine; equal client ids in flight on both do not meet."""
     with run_server(2, api_server_count=2, engine_options={"step_s": 0.002}) as server, ThreadPoolExecutor(8) as pool:
 
         def post(index: int) -> httpx.Response:
