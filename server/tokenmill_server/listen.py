@@ -46,8 +46,9 @@ def release(listener: socket.socket) -> None:
 def _bind_tcp(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}; name an address of this machine or 0.0.0.0") from None
+    except (socket.gaierror, UnicodeError) as error:  # the latter: an empty or overlong label
+        reason = error.strerror if isinstance(error, socket.gaierror) else "not a host name"
+        raise ConfigError(f"--host {host}: {reason}; name an address of this machine or 0.0.0.0") from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Restarting on a port with old connections in TIME_WAIT works; two servers on one port do not.
@@ -80,9 +81,12 @@ def _bind_unix(path: str) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        reason = error.strerror or str(error)
-        raise ConfigError(f"--uds {path}: {reason}; name a short path in a writable folder") from None
+        raise _unix_error(error, path) from None
     return listener
+
+
+def _unix_error(error: OSError, path: str) -> ConfigError:
+    return ConfigError(f"--uds {path}: {error.strerror or error}; name a short path in a writable folder")
 
 
 def _remove_dead_socket(path: str) -> None:
@@ -90,12 +94,20 @@ def _remove_dead_socket(path: str) -> None:
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise ConfigError(f"--uds {path} exists and is not a socket; name another path")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(path)
     except FileNotFoundError:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        else:
-            raise StartupError(f"--uds {path} is already in use; stop its owner or name another path")
+    except ConnectionRefusedError:
+        _unlink(path)
+    except OSError as error:
+        raise _unix_error(error, path) from None
+    else:
+        raise StartupError(f"--uds {path} is already in use; stop its owner or name another path")
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        raise _unix_error(error, path) from None

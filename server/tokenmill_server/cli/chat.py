@@ -1,6 +1,7 @@
 """`tokenmill chat`: talk to a running server, this one or any other that speaks the OpenAI API."""
 
 import argparse
+import http.client
 import json
 import os
 import sys
@@ -15,6 +16,8 @@ from tokenmill_engine.errors import ConfigError, EngineError, RequestError, Toke
 
 _CONNECT_TIMEOUT_S = 600.0
 _KEY_VARIABLES = ("TOKENMILL_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
+_CONNECTION_ERRORS = (OSError, http.client.HTTPException)
+"""Whatever may happen on a connection; timeouts and urllib's own errors are OSErrors."""
 _GREETING = "Chatting with %s. /new starts over, Ctrl-C interrupts an answer, Ctrl-D ends.\n"
 
 Message = dict[str, str]
@@ -38,17 +41,13 @@ class ChatClient:
         """
         body = {"model": self.model, "messages": list(messages), "stream": True, **self.options}
         with _open(f"{self.url}/chat/completions", self.api_key, body) as response:
-            for line in response:
+            for line in _lines(response):
                 if not line.startswith(b"data:"):
                     continue
                 data = line[len(b"data:") :].strip()
                 if data == b"[DONE]":
                     return
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise EngineError(str(chunk["error"]["message"]))
-                for choice in chunk["choices"]:
-                    yield choice["delta"].get("content") or ""
+                yield from _pieces(data)
         raise EngineError("the server closed the stream before its end")
 
 
@@ -129,12 +128,41 @@ def _answer(client: ChatClient, messages: Sequence[Message], *, stats: bool) -> 
     return "".join(pieces)
 
 
+def _lines(response: Any) -> Iterator[bytes]:
+    """Lines of an answer. Raises EngineError if the connection breaks."""
+    while True:
+        try:
+            line: bytes = response.readline()
+        except _CONNECTION_ERRORS as error:
+            raise EngineError(f"the connection broke in the middle of the answer ({_reason(error)})") from None
+        if not line:
+            return
+        yield line
+
+
+def _pieces(data: bytes) -> list[str]:
+    """Text of one event. Raises EngineError for one that tells of an error, or is none of this API."""
+    try:
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise EngineError(str(chunk["error"]["message"]))
+        return [choice["delta"].get("content") or "" for choice in chunk["choices"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise EngineError(f"the server sent what is no part of an answer: {data[:100]!r}") from None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
 def _first_model(url: str, api_key: str | None) -> str:
-    with _open(f"{url}/models", api_key) as response:
-        models = json.load(response)["data"]
-    if not models:
-        raise ConfigError(f"{url} lists no models; name one with --model-name")
-    return str(models[0]["id"])
+    try:
+        with _open(f"{url}/models", api_key) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except _CONNECTION_ERRORS as error:
+        raise EngineError(f"the connection to {url} broke ({_reason(error)})") from None
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise ConfigError(f"{url} lists no models; name one with --model-name") from None
 
 
 def _open(url: str, api_key: str | None, body: dict[str, Any] | None = None) -> Any:
@@ -152,14 +180,18 @@ def _open(url: str, api_key: str | None, body: dict[str, Any] | None = None) -> 
         return urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S)
     except urllib.error.HTTPError as error:
         with error:
-            raise RequestError(f"{url} answered {error.code}: {_message(error.read())}") from None
-    except (urllib.error.URLError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+            raise RequestError(f"{url} answered {error.code}: {_error_text(error)}") from None
+    except (*_CONNECTION_ERRORS, ValueError) as error:
+        reason = getattr(error, "reason", None) or _reason(error)
         raise ConfigError(f"no server answers at {url} ({reason}); run `tokenmill serve` or pass --url") from None
 
 
-def _message(body: bytes) -> str:
+def _error_text(answer: Any) -> str:
     """The text of an error body in OpenAI's shape, or whatever there is."""
+    try:
+        body: bytes = answer.read()
+    except _CONNECTION_ERRORS as error:
+        return f"the connection broke ({_reason(error)})"
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from tokenmill_engine.ipc.lifecycle import set_title
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.help import help_text
@@ -25,4 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     from tokenmill_server.flags.build import build_configuration
     from tokenmill_server.launcher import serve
 
-    return serve(build_configuration(values))
+    configuration = build_configuration(values)
+    set_title("launcher")
+    return serve(configuration)

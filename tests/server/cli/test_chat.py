@@ -1,5 +1,9 @@
 import io
+import socket
+import struct
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -84,6 +88,9 @@ def test_a_refusal_is_shown_and_the_conversation_goes_on(
         (Reply([(0, b"nope")], status=502, framing="length"), "answered 502: nope"),
         (Reply([(0, event({"error": {"message": "engine died"}}) + DONE)]), "engine died"),
         (Reply([(0, delta("Hel"))]), "closed the stream before its end"),
+        (Reply([(0, delta("Hel"))], drop=True), "closed the stream before its end"),
+        (Reply([(0, event({"no": "choices"}))]), "no part of an answer"),
+        (Reply([(0, b"data: {\n\n")]), "no part of an answer"),
     ],
 )
 def test_failures_are_one_line(start: Start, capsys: pytest.CaptureFixture[str], reply: Reply, message: str) -> None:
@@ -92,6 +99,34 @@ def test_failures_are_one_line(start: Start, capsys: pytest.CaptureFixture[str],
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("ending", ["reset", "silence"])
+def test_connections_that_end_badly_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Before the answer begins and in the middle of it; by a reset, and by silence."""
+    monkeypatch.setattr("tokenmill_server.cli.chat._CONNECT_TIMEOUT_S", 0.3)
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for sent, message in ((b"", "no server answers"), (head, "broke in the middle of the answer")):
+        with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+            def serve(listener: socket.socket = listener, sent: bytes = sent) -> None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(sent)
+                    if ending == "silence":
+                        time.sleep(1)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+            served = pool.submit(serve)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            assert cli.main(["chat", "--url", url, "--model-name", "m", "--quick", "Hi"]) == 1
+            served.result()
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

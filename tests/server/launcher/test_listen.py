@@ -1,3 +1,5 @@
+import errno
+import os
 import socket
 from pathlib import Path
 
@@ -35,7 +37,12 @@ def test_host_names_and_ipv6() -> None:
 
 @pytest.mark.parametrize(
     ("host", "message"),
-    [("no-such-host.invalid", "--host no-such-host.invalid: "), ("203.0.113.1", "no address of this")],
+    [
+        ("no-such-host.invalid", "--host no-such-host.invalid: "),
+        ("203.0.113.1", "no address of this"),
+        ("a..b", "--host a..b: not a host name"),
+        ("x" * 70, "--host x+: not a host name"),
+    ],
 )
 def test_impossible_hosts(host: str, message: str) -> None:
     with pytest.raises((ConfigError, StartupError), match=message):
@@ -62,6 +69,21 @@ def test_unix_socket_in_bad_places(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and is not a socket"):
         bind(ServerConfig(uds=str(file)))
     assert file.read_text() == "precious"
-    for path in (tmp_path / "none" / "s", tmp_path / ("x" * 120)):
+    for path in (tmp_path / "none" / "s", tmp_path / ("x" * 120), tmp_path / ("x" * 300), file / "s"):
         with pytest.raises(ConfigError, match="name a short path in a writable folder"):
             bind(ServerConfig(uds=str(path)))
+
+
+def test_places_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, who may look everywhere."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    config = ServerConfig(uds=str(tmp_path / "s"))
+    bind(config).close()
+    for name in ("unlink", "stat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"tokenmill_server.listen.os.{name}", refuse)
+            with pytest.raises(ConfigError, match="Permission denied; name a short path"):
+                bind(config)
