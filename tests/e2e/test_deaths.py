@@ -90,7 +90,7 @@ def test_killed_launcher(tiny_model: Path, moment: str) -> None:
     arguments = (str(tiny_model), *TINY_FLAGS, "-asc", "4")
     with traced_server(*arguments, wait=moment != "loading") as (server, folder):
         if moment == "loading":
-            wait_for(lambda: len(server.descendants()) == 5, 10, "five child processes")
+            wait_for(lambda: len(server.descendants()) == 5, 30, "five child processes")
         if moment == "busy":
             streams = [BackgroundStream(server.url, "/v1/completions", **ENDLESS) for _ in range(8)]
             for stream in streams:
@@ -112,7 +112,7 @@ def test_killed_api_server(tiny_model: Path, moment: str) -> None:
     """Its own requests break off, the others go on; another takes its place and its engine work ends."""
     with traced_server(str(tiny_model), *TINY_FLAGS, "-asc", "4", wait=moment != "loading") as (server, _):
         if moment == "loading":
-            wait_for(lambda: len(server.api_server_pids()) == 4, 10, "four API servers")
+            wait_for(lambda: len(server.api_server_pids()) == 4, 30, "four API servers")
         streams = []
         if moment == "busy":
             streams = [BackgroundStream(server.url, "/v1/completions", **ENDLESS) for _ in range(8)]
@@ -125,7 +125,7 @@ def test_killed_api_server(tiny_model: Path, moment: str) -> None:
         if moment == "busy":
             wait_for(lambda: sum(stream.stream.broken for stream in streams) == 2, 5, "two broken streams")
             wait_for(lambda: server.metric("num_requests_running") == 6, 5, "six running requests")
-        wait_for(lambda: len(server.api_server_pids()) == 4, 10, "four API servers")
+        wait_for(lambda: len(server.api_server_pids()) == 4, 30, "four API servers")
         assert victim not in server.api_server_pids()
         for _ in range(8):
             assert server.text("a")

@@ -80,7 +80,7 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
 
 def test_stop_while_loading(tiny_model: Path) -> None:
     with start_server(str(tiny_model), *TINY_FLAGS, wait=False) as server:
-        wait_for(lambda: len(server.descendants()) == 2, 10, "child processes")
+        wait_for(lambda: len(server.descendants()) == 2, 30, "child processes")
         processes = server.descendants()
         assert server.stop() == 0
         assert not any(process.is_running() for process in processes)
