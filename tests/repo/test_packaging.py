@@ -3,12 +3,13 @@
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+
+from tokenmill_server.version import __version__
 
 REPO = Path(__file__).parents[2]
 PACKAGES = ("tokenmill", "tokenmill_server", "tokenmill_engine", "tokenmill_kernels")
@@ -104,7 +105,7 @@ def test_wheel_runs_when_installed(wheel: Path, environment: Path, tmp_path: Pat
     pip_install(environment, wheel)
     where = run(environment, "-c", "import tokenmill_server, tokenmill_kernels as k; print(k.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(environment.parents[1])
-    version = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
+    version = __version__
     for command in (["tokenmill"], ["python", "-m", "tokenmill"]):
         program = environment.parent / command[0]
         assert version in run(program, *command[1:], "--version", cwd=tmp_path)
