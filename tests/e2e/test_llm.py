@@ -1,5 +1,6 @@
 """`LLM`: the same engine from Python."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from tests.support.server import Server, wait_for
+from tests.support.tiny_models import make_tiny_model
 from tokenmill import LLM, SamplingParams
 from tokenmill_engine.errors import (
     ConfigError,
@@ -213,6 +215,16 @@ def test_shutdown_ends_processes_and_later_calls(tiny_model: Path) -> None:
     assert not any(process.is_running() for process in started)
     with pytest.raises(EngineDeadError, match="shut down"):
         model.generate("a", GREEDY)
+
+
+def test_the_models_own_limit_may_exceed_the_context(tmp_path: Path) -> None:
+    """It is nobody's mistake; a limit that the caller names is."""
+    model = make_tiny_model(tmp_path / "model", "llama")
+    (model / "generation_config.json").write_text(json.dumps({"max_new_tokens": 10**6}))
+    with LLM(model, **FLAGS, max_model_len=64) as llm:
+        assert 1 <= len(llm.generate("a")[0].outputs[0].token_ids) <= 63
+        with pytest.raises(InvalidRequestError, match="max_tokens is 1000000"):
+            llm.generate("a", SamplingParams(max_tokens=10**6))
 
 
 def test_killed_engine_core(tiny_model: Path) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
@@ -26,6 +27,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 def test_processes(server: Server) -> None:
     assert len(server.api_server_pids()) == 4
     assert len(server.engine_pids()) == 2
+    assert psutil.Process(server.process.pid).cmdline()[0].startswith("tokenmill: launcher")
 
 
 def test_many_requests_over_everything(server: Server, tiny_server: Server) -> None:

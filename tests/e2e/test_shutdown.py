@@ -66,6 +66,22 @@ def test_shutdown_timeout_cuts_off(tiny_model: Path) -> None:
         assert whole.status == 503
 
 
+def test_engine_that_dies_during_the_drain(tiny_model: Path) -> None:
+    """Open streams hear of it at once, not when the time for them is over."""
+    with start_server(str(tiny_model), *TINY_FLAGS, "--shutdown-timeout", "60") as server:
+        stream = BackgroundStream(server.url, "/v1/completions", **ENDLESS)
+        stream.wait_for_events()
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.http.get("/health").status_code == 503, 5, "readiness off")
+        server.kill(server.engine_pids()[0])
+        error = stream.result(5).error
+        assert error is not None
+        assert error["code"] == "engine_dead"
+        assert stream.stream.done
+        assert server.process.wait(10) == 1
+        assert server.log.splitlines()[-1].startswith("tokenmill: error: engine core 0 was killed (SIGKILL)")
+
+
 def test_second_signal_ends_at_once(tiny_model: Path) -> None:
     with start_server(str(tiny_model), *TINY_FLAGS) as server:
         stream = BackgroundStream(server.url, "/v1/completions", **ENDLESS)

@@ -1,5 +1,6 @@
 """A child that speaks an engine core's part of the launcher's protocol. CHILD_ENGINE says how it behaves: `ready`,
-`refuse` (says why it cannot start), `crash` (exits with status 3 instead of starting)."""
+`refuse` (says why it cannot start), `crash` (exits with status 3 instead of starting), `die` (with status 4, as soon as
+it has started)."""
 
 import os
 import sys
@@ -26,6 +27,8 @@ def main() -> None:
     socket = bind_router(context, input_endpoint(start.run_dir, start.engine))
     note(f"engine {start.engine} pid {os.getpid()}")
     channel.send(EngineReady(start.engine, 128, 8, 16, 128, "none", {"load": 0.1}))
+    if behaviour == "die":
+        sys.exit(4)
     while True:
         _, frame = socket.recv_multipart()
         gone = msgspec.msgpack.decode(frame, type=ClientGone)
