@@ -159,13 +159,15 @@ def linear(
 ) -> torch.Tensor:
     """x [T, K] @ weight [N, K].T + bias [N] -> [T, N], in x's dtype or in float32 when `out_dtype` says so.
 
-    On CUDA the product is rounded to x's dtype before it is widened.
+    A float32 product is never rounded to x's dtype on its way.
     """
     if x.is_cuda:
         if isinstance(weight, PackedWeight):
             raise TypeError("a packed weight is for the CPU; CUDA takes the plain matrix")
-        product = F.linear(x, weight, bias)
-        return product if out_dtype is None else product.to(out_dtype)
+        if out_dtype is None or out_dtype == x.dtype:
+            return F.linear(x, weight, bias)
+        product = torch.mm(x, weight.t(), out_dtype=out_dtype)
+        return product if bias is None else product.add_(bias)
     return cpu.linear(x, weight, bias, out_dtype=out_dtype)
 
 
@@ -176,7 +178,7 @@ def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch
     float32 and never stored; otherwise in x's dtype.
     """
     if x.is_cuda:
-        logits = linear(x, weight)
+        logits = linear(x, weight, out_dtype=torch.float32)
         best = logits.argmax(dim=-1)
         return torch.where(logits.isnan().any(dim=-1), -1, best)
     return cpu.linear_argmax(x, weight)

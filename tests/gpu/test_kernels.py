@@ -146,6 +146,20 @@ def test_rotary_kv_write_in_a_graph() -> None:
             assert_near(actual, expected)
 
 
+# Products
+
+
+def test_float32_products_are_not_rounded_on_the_way() -> None:
+    """Logits of about 20 are 0.125 apart in bfloat16: rounding would decide between near tokens."""
+    x = torch.randn(5, 4096, device=CUDA).bfloat16()
+    weight = torch.randn(1000, 4096, device=CUDA).bfloat16()
+    expected = x.double() @ weight.double().T
+    product = ops.linear(x, weight, out_dtype=torch.float32)
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double(), expected, rtol=0, atol=1e-2)
+    assert torch.equal(ops.linear_argmax(x, weight), expected.argmax(dim=-1))
+
+
 # Paged attention
 
 
