@@ -70,7 +70,8 @@ class StreamSink:
     """Parses an OpenAI event stream and notes in `record` when output arrived.
 
     A chunk counts as output when it carries text, or when it is a plain completion chunk that does not end the
-    request (a token may have no text of its own). Role-only, usage-only and finish-only chunks do not count.
+    request (a token may have no text of its own). Role-only, usage-only and finish-only chunks do not count, unless
+    the usage says that there were tokens and none of them had text: they came with the end.
     """
 
     def __init__(self, record: RequestRecord) -> None:
@@ -123,6 +124,8 @@ class StreamSink:
         record = self.record
         record.text = "".join(self._text)
         record.output_tokens = self._usage_tokens
+        if self._usage_tokens and not record.token_times_s:
+            record.token_times_s.append(record.end_s)
         if record.error is None and not record.token_times_s:
             record.error = "the response held no generated token"
         elif record.error is None and not (self.done or self.finished):
