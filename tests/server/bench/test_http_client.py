@@ -77,7 +77,7 @@ def test_tokens_that_all_lack_text_come_with_the_end() -> None:
     record = parse(text_event("", "length") + usage_event(3, 4) + DONE, 10_000)
     assert record.error is None
     assert record.output_tokens == 4
-    assert record.token_times_s == [record.end_s]
+    assert list(record.token_times_s) == [record.end_s]
 
 
 def test_a_completion_token_without_text_counts_but_an_empty_last_chunk_does_not() -> None:
