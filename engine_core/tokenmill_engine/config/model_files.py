@@ -174,7 +174,6 @@ def _folder_or_its_gguf(folder: Path) -> Path:
 def _download(repo_id: str, patterns: list[str]) -> Path:
     """Local snapshot of a hub repository (from the cache if it is whole or the hub is offline)."""
     # Imported here because nobody but users of hub ids should pay its import at every start.
-    import httpx
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -187,10 +186,13 @@ def _download(repo_id: str, patterns: list[str]) -> Path:
     logger.info("fetching %s from the Hugging Face hub (files already in its cache are reused)", repo_id)
     try:
         snapshot = huggingface_hub.snapshot_download(repo_id, allow_patterns=patterns)
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except Exception as error:
+        # Errors of the transport come through as they are, and which library that is differs between releases of
+        # huggingface_hub. All that matters here: there is no model, for a reason that lies outside of this program.
         reason = next((text for kind, text in advice.items() if isinstance(error, kind)), None)
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model {repo_id!r} cannot be downloaded: {reason or first_line}") from error
+        first_line = next(iter(str(error).strip().splitlines()), "no further word")
+        reason = reason or f"{type(error).__name__}: {first_line}"
+        raise ConfigError(f"model {repo_id!r} cannot be downloaded: {reason}") from error
     folder = Path(snapshot)
     if "*.safetensors" in patterns and not (folder / "config.json").is_file():
         raise ConfigError(

@@ -1,9 +1,15 @@
 """From a name to a model: folders, GGUF files, the embedded model, the hub; every refusal is one line."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import random
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +168,51 @@ def test_a_hub_id_is_read_from_the_cache_when_offline(tmp_path: Path, monkeypatc
     assert files.path == str(repository / "snapshots" / commit)
     with pytest.raises(ConfigError, match=r"'organisation/absent' cannot be downloaded.*HF_HUB_OFFLINE"):
         resolve_model("organisation/absent")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "the hub cannot be reached"),
+        (b"nonsense\r\n\r\n", "RemoteProtocolError: "),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnope", "JSONDecodeError: "),
+    ],
+)
+def test_whatever_the_hub_does_is_one_line(tmp_path: Path, answer: bytes | None, message: str) -> None:
+    """In a process of its own that has no httpx, which only tests may use: nobody listens, or what is no hub."""
+    script = (
+        "import sys; sys.modules['httpx'] = None\n"
+        "from tokenmill_engine.config.model_files import ConfigError, resolve_model\n"
+        "try: resolve_model('organisation/absent')\n"
+        "except ConfigError as error: print(error.message)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if answer is None:
+            listener.close()
+        else:
+            threading.Thread(target=answer_all, args=(listener, answer), daemon=True).start()
+        environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        if answer is not None:
+            listener.shutdown(socket.SHUT_RDWR)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("model 'organisation/absent' cannot be downloaded: ")
+    assert message in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+def answer_all(listener: socket.socket, answer: bytes) -> None:
+    """Says the same to everybody, until the listener is shut down."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
 
 
 def test_weights_are_checked_before_anything_starts(tmp_path: Path) -> None:
