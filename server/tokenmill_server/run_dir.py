@@ -1,7 +1,8 @@
 """The private folder of one server (or one `LLM`): sockets between its processes, metric files, accept counts.
 
 The owner holds a lock on the folder itself, so that the next start can tell one in use from one left by a killed
-server. (systemd-tmpfiles, which ages /tmp, respects such locks too.)
+server. (systemd-tmpfiles, which ages /tmp, respects such locks too.) Where the lock says nothing, because the file
+system or the owner's version of this program has none, the process that the name tells of decides.
 """
 
 import fcntl
@@ -12,9 +13,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from tokenmill_engine.errors import StartupError
 
-_OURS = re.compile(r"tokenmill-\d+-[0-9a-f]{8}")
+_OURS = re.compile(r"tokenmill-(\d+)-[0-9a-f]{8}")
 _METRICS = "metrics"
 _MAX_SOCKET_PATH = 107
 _LONGEST_FILE = "/engine-999.out"
@@ -66,19 +69,30 @@ class RunDir:
 
 
 def remove_stale(parent: Path) -> None:
-    """Removes the run folders in `parent` that are ours and that nobody holds."""
+    """Removes the run folders in `parent` that are ours, that nobody holds and whose owner is gone."""
     for folder in parent.glob("tokenmill-*"):
-        if _OURS.fullmatch(folder.name) is None:
+        name = _OURS.fullmatch(folder.name)
+        if name is None:
             continue
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            if os.fstat(lock).st_uid == os.geteuid():
+            status = os.fstat(lock)
+            if status.st_uid == os.geteuid() and not _may_own(int(name[1]), status):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
+        except OSError:  # somebody holds it, or this file system has no locks
             continue
         finally:
             os.close(lock)
+
+
+def _may_own(pid: int, folder: os.stat_result) -> bool:
+    """Whether process `pid` can be the one that created the folder: it runs for longer than the folder is unchanged.
+    A younger process only has the number of an owner that is gone."""
+    try:
+        return psutil.Process(pid).create_time() <= folder.st_mtime
+    except psutil.Error:
+        return False
