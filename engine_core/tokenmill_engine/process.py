@@ -251,6 +251,8 @@ def main() -> NoReturn:
     except TokenmillError as error:
         _fail_start(channel, error.message)
     except Exception as error:
+        if not os.path.isdir(start.run_dir):
+            _fail_start(channel, f"{name} cannot start: the folder {start.run_dir} was removed")
         logger.exception("%s cannot start", name)
         _fail_start(channel, f"{name} cannot start: {type(error).__name__}: {error}")
     signal.signal(signal.SIGTERM, lambda _number, _frame: process.inbox.stop())

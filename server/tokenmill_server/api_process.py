@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from tokenmill_engine.config.model_files import read_tokenizer_facts
-from tokenmill_engine.errors import EngineDeadError, OverloadedError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, Serving, StartFailed
 from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated
@@ -32,6 +32,7 @@ from tokenmill_server.app import create_app
 from tokenmill_server.context import ServerContext
 from tokenmill_server.control import ApiServerStart
 from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.http_server import HttpServer
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
@@ -71,12 +72,17 @@ def main() -> None:
     become_child(f"api server {start.client}", arguments.parent_pid, signal.SIGTERM, start.run_dir)
     configure_logging(start.server.log_level, f"api server {start.client}")
     try:
-        context = build_context(start)
+        server = ApiServer(start, build_context(start), channel)
     except TokenmillError as error:
         channel.send(StartFailed(str(error)))
         sys.exit(1)
+    except FileNotFoundError:
+        if os.path.isdir(start.run_dir):
+            raise
+        channel.send(StartFailed(f"API server {start.client} cannot start: the folder {start.run_dir} was removed"))
+        sys.exit(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(ApiServer(start, context, channel).run())
+        runner.run(server.run())
 
 
 def build_context(start: ApiServerStart) -> ServerContext:
@@ -121,16 +127,18 @@ class ApiServer:
         self._channel = channel
         self._events: asyncio.Queue[ApiControl | asyncio.Task[bool]] = asyncio.Queue()
         """Messages of the launcher, and what they set off once it is done."""
+        self._counts = ConnectionCounts(
+            Path(start.run_dir) / ACCEPT_COUNTS_FILE, start.server.api_server_count, start.client
+        )
+        self._drains = False
+        self._num_cut_off = 0
 
     async def run(self) -> None:
         """Accepts connections and follows the launcher's messages until the server is drained."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, exit_terminated, self._channel, self._start.run_dir)
-        counts = ConnectionCounts(
-            Path(self._start.run_dir) / ACCEPT_COUNTS_FILE, self._start.server.api_server_count, self._start.client
-        )
         with socket.socket(fileno=self._start.listen_fd) as listener:
-            server = HttpServer(create_app(self._context), listener, counts)
+            server = HttpServer(create_app(self._context), listener, self._counts)
             server.open()
             loop.add_reader(self._channel.fileno(), self._receive)
             self._channel.send(Listening())
@@ -148,7 +156,10 @@ class ApiServer:
                     self._begin(self._on_ready(ready))
                 case EngineDied(engine=engine, message=message):
                     self._on_engine_died(engine, message)
+                case Drain() if self._drains:
+                    self._cut_off(server)
                 case Drain(timeout_s=timeout_s):
+                    self._drains = True
                     self._begin(self._drain(server, timeout_s))
                 case asyncio.Task() as task if task.result():
                     return
@@ -192,11 +203,16 @@ class ApiServer:
         if context.readiness.phase is not Phase.DEAD:
             context.readiness.move(Phase.DRAINING)
         if not await server.wait_idle(timeout_s):
-            context.generator.fail_all(OverloadedError("the server stopped before the answer was complete"))
+            self._cut_off(server)
             await server.wait_idle(_LAST_WORDS_S)
         await server.close()
-        self._channel.send(Drained())
+        self._channel.send(Drained(self._num_cut_off))
         return True
+
+    def _cut_off(self, server: HttpServer) -> None:
+        """Whoever still waits for an answer is told that it will not be complete."""
+        self._num_cut_off = max(self._num_cut_off, server.num_open)
+        self._context.generator.fail_all(ShuttingDownError("the server stopped before the answer was complete"))
 
 
 def _fingerprint(start: ApiServerStart) -> str:

@@ -35,6 +35,10 @@ class UnsupportedEncodingError(RequestError):
     code = "unsupported_content_encoding"
 
 
+class ShuttingDownError(OverloadedError):
+    """The server takes no new work, or ends before an answer was complete; its successor may do better."""
+
+
 @dataclass(slots=True, frozen=True)
 class ErrorReply:
     """An error as HTTP tells it."""
@@ -69,6 +73,7 @@ _TABLE: dict[type[Exception], tuple[int, str, str | None]] = {
     InvalidRequestError: (400, _INVALID, "invalid_value"),
     RequestError: (400, _INVALID, "invalid_value"),
     EngineStartingError: (503, _SERVER, "engine_starting"),
+    ShuttingDownError: (503, _SERVER, "server_shutting_down"),
     OverloadedError: (503, _SERVER, "server_overloaded"),
     EngineDeadError: (500, _SERVER, "engine_dead"),
     EngineError: (500, _SERVER, "engine_error"),

@@ -50,10 +50,15 @@ class HttpServer:
         """Starts accepting."""
         self._acceptor.open()
 
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return len(self._state.tasks)
+
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no request is being answered; False if that took too long."""
         deadline = self._loop.time() + timeout_s
-        while self._state.tasks:
+        while self.num_open:
             if self._loop.time() >= deadline:
                 return False
             await asyncio.sleep(_POLL_S)

@@ -1,10 +1,10 @@
 """The parent of every process of a server: starts them, watches them, drains and stops them.
 
     STARTING ──every process ready──▶ SERVING ──SIGTERM──▶ DRAINING ──▶ done, status 0
-        │                                │
+        │                                │                     └── SIGTERM ──▶ CUTTING_OFF ──▶ done, status 143
         └── a start failed: raises       └── an engine died ──▶ FAILING ──▶ raises
 
-A dead API server is replaced in any state but the last two. Whatever happens, no child outlives `serve`.
+A dead API server is replaced while the server starts or serves. Whatever happens, no child outlives `serve`.
 """
 
 import logging
@@ -44,6 +44,10 @@ _API_SERVER_MODULE = "tokenmill_server.api_process"
 _ERROR_DELIVERY_S = 2.0
 """How long API servers get to tell clients that their engine died."""
 _DRAIN_GRACE_S = 3.0
+_CUT_OFF_S = 1.0
+"""How long API servers get to tell clients that their answers end here, when there is no time for more."""
+_REPEAT_S = 1.0
+"""Signals this soon after the first are the same wish: `timeout` and others signal a process and its group."""
 _MAX_API_SERVER_DEATHS = 5
 _DEATHS_WINDOW_S = 60.0
 
@@ -54,6 +58,7 @@ class State(Enum):
     STARTING = auto()
     SERVING = auto()
     DRAINING = auto()
+    CUTTING_OFF = auto()
     FAILING = auto()
 
 
@@ -102,6 +107,11 @@ class Launcher:
         self._environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
         self._state = State.STARTING
         self._deadline: float | None = None
+        self._drain_began = 0.0
+        self._num_cut_off = 0
+        self._lost_requests = False
+        self._exit_status = 0
+        """Of an end that a signal brought about."""
         self._failure: EngineDeadError | None = None
         self._status: int | None = None
 
@@ -151,14 +161,17 @@ class Launcher:
             logger.info("%s: finishing open requests for up to %g s; again to stop at once", number.name, timeout_s)
             self._state = State.DRAINING
             self._draining = set(self._api_servers)
-            self._deadline = time.monotonic() + timeout_s + _DRAIN_GRACE_S
+            self._drain_began = time.monotonic()
+            self._deadline = self._drain_began + timeout_s + _DRAIN_GRACE_S
             self._broadcast(Drain(timeout_s))
+        elif self._state is State.DRAINING:
+            if time.monotonic() - self._drain_began >= _REPEAT_S:
+                self._cut_off(number)
         elif self._state is State.STARTING:
             logger.info("%s: stopped before the model was loaded", number.name)
             self._status = 0
         else:
-            logger.warning("%s again: stopped at once", number.name)
-            self._status = 128 + number
+            logger.debug("%s: the end is a moment away already", number.name)
 
     def _on_engine(self, rank: int, event: Said | Exited) -> None:
         try:
@@ -180,7 +193,8 @@ class Launcher:
                 if self._state is State.STARTING:
                     raise StartupError(reason)
                 logger.error("API server %d: %s", client, reason)
-            case Drained():
+            case Drained(num_cut_off=num_cut_off):
+                self._num_cut_off += num_cut_off
                 self._finish_drain(client)
 
     def _on_api_server_exit(self, client: int, returncode: int) -> None:
@@ -193,7 +207,10 @@ class Launcher:
         if self._state is State.FAILING:
             return
         self._engines.client_gone(client, self._incarnations[client] % 256)
-        if self._state is State.DRAINING:
+        if self._state in (State.DRAINING, State.CUTTING_OFF):
+            if client in self._draining:
+                self._lost_requests = True
+                logger.error("API server %d %s; its requests are lost", client, reason)
             self._finish_drain(client)
             return
         self._count_death(reason)
@@ -213,8 +230,12 @@ class Launcher:
     def _on_deadline(self) -> None:
         if self._failure is not None:
             raise self._failure
-        logger.warning("open requests did not finish in time and are cut off")
-        self._status = 0
+        logger.warning(
+            "stopped; requests cut off: %d, and whatever was open in the API servers that did not answer: %d",
+            self._num_cut_off,
+            len(self._draining),
+        )
+        self._status = self._exit_status
 
     # --- actions --------------------------------------------------------------------------------------------------
 
@@ -271,6 +292,20 @@ class Launcher:
 
     def _finish_drain(self, client: int) -> None:
         self._draining.discard(client)
-        if self._state is State.DRAINING and not self._draining:
+        if self._state not in (State.DRAINING, State.CUTTING_OFF) or self._draining:
+            return
+        if self._num_cut_off:
+            logger.warning("stopped; requests cut off: %d", self._num_cut_off)
+        elif self._lost_requests:
+            logger.warning("stopped")
+        else:
             logger.info("all requests are finished; stopped")
-            self._status = 0
+        self._status = self._exit_status
+
+    def _cut_off(self, number: signal.Signals) -> None:
+        """No more time for open requests: their clients are told, then everything ends."""
+        logger.warning("%s again: open requests are cut off", number.name)
+        self._state = State.CUTTING_OFF
+        self._exit_status = 128 + number
+        self._deadline = time.monotonic() + _CUT_OFF_S
+        self._broadcast(Drain(0.0))

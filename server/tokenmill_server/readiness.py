@@ -2,7 +2,8 @@
 
 import enum
 
-from tokenmill_engine.errors import EngineDeadError, EngineStartingError, OverloadedError
+from tokenmill_engine.errors import EngineDeadError, EngineStartingError
+from tokenmill_server.errors import ShuttingDownError
 
 
 class Phase(enum.StrEnum):
@@ -48,6 +49,6 @@ class Readiness:
         if self.phase is Phase.STARTING:
             raise EngineStartingError(self.reason)
         if self.phase is Phase.DRAINING:
-            raise OverloadedError(self.reason)
+            raise ShuttingDownError(self.reason)
         if self.phase is Phase.DEAD:
             raise EngineDeadError(self.reason)

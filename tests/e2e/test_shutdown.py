@@ -62,8 +62,10 @@ def test_shutdown_timeout_cuts_off(tiny_model: Path) -> None:
         assert 1 <= time.monotonic() - started < 5
         streamed, whole = (stream.result(5) for stream in streams)
         assert streamed.error is not None
+        assert streamed.error["code"] == "server_shutting_down"
         assert streamed.done
         assert whole.status == 503
+        assert server.log.splitlines()[-1].endswith("stopped; requests cut off: 2")
 
 
 def test_engine_that_dies_during_the_drain(tiny_model: Path) -> None:
@@ -87,11 +89,17 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         stream = BackgroundStream(server.url, "/v1/completions", **ENDLESS)
         stream.wait_for_events()
         server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)  # at once: part of the first
         wait_for(lambda: "again to stop at once" in server.log, 5, "the first signal's notice")
+        time.sleep(1.2)
+        assert server.process.poll() is None
         started = time.monotonic()
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
         assert time.monotonic() - started < 3
-        stream.result(5)
+        result = stream.result(5)
+        assert result.error is not None
+        assert result.error["code"] == "server_shutting_down"
+        assert result.done
 
 
 def test_stop_while_loading(tiny_model: Path) -> None:

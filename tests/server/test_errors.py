@@ -17,7 +17,7 @@ from tokenmill_engine.errors import (
     OverloadedError,
     RequestError,
 )
-from tokenmill_server.errors import BodyTooLargeError, UnsupportedEncodingError, describe
+from tokenmill_server.errors import BodyTooLargeError, ShuttingDownError, UnsupportedEncodingError, describe
 from tokenmill_server.protocol.chat import ChatRequest
 from tokenmill_server.protocol.completions import CompletionRequest
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -38,6 +38,7 @@ from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeReques
         (UnsupportedEncodingError("m"), 415, "invalid_request_error", None, "unsupported_content_encoding"),
         (EngineStartingError("m"), 503, "server_error", None, "engine_starting"),
         (OverloadedError("m"), 503, "server_error", None, "server_overloaded"),
+        (ShuttingDownError("m"), 503, "server_error", None, "server_shutting_down"),
         (EngineError("m"), 500, "server_error", None, "engine_error"),
         (EngineDeadError("m"), 500, "server_error", None, "engine_dead"),
     ],
@@ -57,6 +58,7 @@ def test_what_was_not_meant_for_clients_stays_inside() -> None:
 def test_headers_tell_clients_whether_to_retry() -> None:
     assert describe(OverloadedError("m", retry_after_s=7)).headers == {"retry-after": "7"}
     assert describe(EngineStartingError("m")).headers == {"retry-after": "1"}
+    assert describe(ShuttingDownError("m")).headers == {"retry-after": "1"}
     assert describe(EngineError("m")).headers == {"x-should-retry": "false"}
     assert describe(AuthenticationError("m")).headers == {"www-authenticate": "Bearer"}
 

@@ -1,6 +1,7 @@
 import pytest
 
-from tokenmill_engine.errors import EngineDeadError, EngineStartingError, OverloadedError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, EngineStartingError, TokenmillError
+from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.readiness import Phase, Readiness
 
 
@@ -15,7 +16,7 @@ def test_a_life() -> None:
             errors.append(None)
         except TokenmillError as error:
             errors.append(type(error))
-    assert errors == [EngineStartingError, None, OverloadedError, EngineDeadError]
+    assert errors == [EngineStartingError, None, ShuttingDownError, EngineDeadError]
 
 
 def test_the_reason_is_what_clients_are_told() -> None:

@@ -1,6 +1,6 @@
 """A child that speaks an API server's part of the launcher's protocol. CHILD_API says how it behaves: `serve`, `crash`
 (exits with status 4 once engines are ready), `fail` (exits with status 5 at once), `busy` (drains until its time is
-over), `stubborn` (never drains)."""
+over, then cuts off three requests), `stubborn` (never drains), `patient` (drains when it is told a second time)."""
 
 import os
 import sys
@@ -31,9 +31,11 @@ def main() -> None:
                 channel.send(Serving())
             case EngineDied(message=reason):
                 note(reason)
+            case Drain() if behaviour == "patient":
+                behaviour = "serve"
             case Drain(timeout_s=timeout_s) if behaviour != "stubborn":
                 time.sleep(timeout_s if behaviour == "busy" else 0)
-                channel.send(Drained())
+                channel.send(Drained(3 if behaviour == "busy" else 0))
                 sys.exit(0)
 
 

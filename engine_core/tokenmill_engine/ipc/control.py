@@ -37,7 +37,8 @@ class EngineDied(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """To every API server: take no new work, finish what is open within `timeout_s`, then answer Drained and exit."""
+    """To every API server: take no new work, finish what is open within `timeout_s`, then answer Drained and exit.
+    A second one: cut off what is still open, now."""
 
     timeout_s: float
 
@@ -52,6 +53,9 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
 
 class Drained(msgspec.Struct, tag=True, frozen=True):
     """From an API server: nothing is open any more."""
+
+    num_cut_off: int = 0
+    """HTTP requests that were not finished in time."""
 
 
 EngineControl = EngineStart

@@ -1,15 +1,21 @@
 """What operators and probes ask: /health, /ping, /version, /metrics"""
 
 import asyncio
+import logging
+import os
 
 from fastapi import Request
 from starlette.responses import Response
 
 from tokenmill_engine.metrics import CONTENT_TYPE, render_metrics
 from tokenmill_server.context import context_of
+from tokenmill_server.errors import ErrorReply
 from tokenmill_server.readiness import Phase
 from tokenmill_server.routes.bodies import json_reply
+from tokenmill_server.routes.replying import error_response
 from tokenmill_server.version import __version__
+
+logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = "1"
 
@@ -30,5 +36,13 @@ async def version(_request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """The series of all processes of this server, whichever of them answers."""
-    text = await asyncio.to_thread(render_metrics, context_of(request).metrics_dir)
-    return Response(text, headers={"content-type": CONTENT_TYPE})
+    directory = context_of(request).metrics_dir
+    try:
+        text = await asyncio.to_thread(render_metrics, directory)
+    except FileNotFoundError:
+        text = b""
+    if text or os.path.isdir(directory):
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+    logger.error("no metrics: somebody removed the folder %s", directory)
+    message = "the metrics of this server are lost: their folder was removed"
+    return error_response(ErrorReply(500, "server_error", message, code="metrics_lost"))

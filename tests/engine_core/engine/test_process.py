@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -182,6 +183,19 @@ class TestStart:
             assert isinstance(answer, StartFailed)
             assert "256" in answer.message
             assert "64" in answer.message
+
+    def test_a_run_directory_that_vanishes_is_one_readable_line(self) -> None:
+        with started_engine(tiny_engine_config()) as (child, run_dir, log), log.open() as stream:
+            deadline = time.monotonic() + 5
+            while not os.path.exists(os.path.join(run_dir, "engine-0.out")):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            shutil.rmtree(run_dir)
+            answer = child.channel.receive()
+            assert isinstance(answer, StartFailed)
+            assert answer.message == f"engine core 0 cannot start: the folder {run_dir} was removed"
+            assert child.process.wait(timeout=10) == 1
+            assert "Traceback" not in stream.read()
 
     def test_sigterm_while_loading_ends_it(self) -> None:
         with started_engine(tiny_engine_config()) as (child, _, _):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -97,13 +98,13 @@ def test_drain_finishes_what_is_open_and_takes_nothing_new() -> None:
             server.children[0].channel.send(Drain(20.0))
             wait_until(lambda: client.get("/health").status_code == 503)
             refused = client.post(PATH, json=SHORT)
-            assert is_error(refused, 503, code="server_overloaded")
+            assert is_error(refused, 503, code="server_shutting_down")
             assert refused.headers["retry-after"] == "1"
             assert client.get("/health").json()["status"] == "draining"
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert len(rest) == 60
-        assert isinstance(server.children[0].channel.receive(), Drained)
+        assert server.children[0].channel.receive() == Drained(num_cut_off=0)
         assert server.children[0].process.wait(10) == 0
 
 
@@ -111,8 +112,20 @@ def test_drain_ends_in_time() -> None:
     with run_server(engine_options={"step_s": 0.01}) as server, open_stream(server, LONG) as lines:
         server.children[0].channel.send(Drain(0.1))
         rest = [line for line in lines if line]
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_overloaded"
-        assert isinstance(server.children[0].channel.receive(), Drained)
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_shutting_down"
+        assert rest[-1] == "data: [DONE]"
+        assert server.children[0].channel.receive() == Drained(num_cut_off=1)
+        assert server.children[0].process.wait(10) == 0
+
+
+def test_a_drain_that_is_cut_short_still_tells_clients() -> None:
+    with run_server(engine_options={"step_s": 0.01}) as server, open_stream(server, LONG) as lines:
+        server.children[0].channel.send(Drain(60.0))
+        server.children[0].channel.send(Drain(0.0))
+        rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_shutting_down"
+        assert rest[-1] == "data: [DONE]"
+        assert server.children[0].channel.receive() == Drained(num_cut_off=1)
         assert server.children[0].process.wait(10) == 0
 
 
@@ -259,6 +272,34 @@ def test_a_server_whose_launcher_is_gone_cleans_up_and_ends() -> None:
         assert process.wait(5) == 1
         assert not os.path.exists(server.run_dir)
         os.mkdir(server.run_dir)
+
+
+def test_a_server_whose_folder_vanished_has_no_metrics_but_goes_on() -> None:
+    with run_server() as server, server.client() as client:
+        shutil.rmtree(server.run_dir)
+        response = client.get("/metrics")
+        assert is_error(response, 500, code="metrics_lost")
+        assert client.post(PATH, json=SHORT).status_code == 200
+        os.mkdir(server.run_dir)
+
+
+def test_a_start_without_its_folder_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "gone"
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(run_dir / "metrics"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        child: ChildProcess[FromApiServer] = spawn_child(
+            "tokenmill_server.api_process", FromApiServer, pass_fds=(listener.fileno(),)
+        )
+        server = ServerConfig(served_model_names=("x",))
+        child.channel.send(ApiServerStart(0, 0, str(run_dir), listener.fileno(), server, engine_config()))
+        message = child.channel.receive()
+        assert isinstance(message, StartFailed)
+        assert message.message == f"API server 0 cannot start: the folder {run_dir} was removed"
+        assert child.process.wait(10) == 1
+        child.channel.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -173,13 +173,51 @@ def test_drain_waits_for_open_requests() -> None:
         assert 1 <= time.monotonic() - stopped < 10
 
 
-def test_second_signal_stops_at_once() -> None:
+def test_cut_off_requests_are_counted() -> None:
+    with launched("-asc", "2", "--shutdown-timeout", "0.1", api="busy") as run:
+        run.wait_for("is ready at")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(0)
+        assert run.log.splitlines()[-1].endswith("stopped; requests cut off: 6")
+
+
+def test_api_server_that_dies_while_it_drains() -> None:
     with launched(api="stubborn") as run:
         run.wait_for("is ready at")
         run.process.send_signal(signal.SIGTERM)
         run.wait_for("hears Drain")
+        os.kill(run.pid(r"api 0\.0"), signal.SIGKILL)
+        run.wait(0)
+        assert "its requests are lost" in run.log
+        assert run.log.splitlines()[-1].endswith("stopped")
+        assert "all requests are finished" not in run.log
+
+
+@pytest.mark.parametrize("api", ["stubborn", "patient"])
+def test_second_signal_cuts_off(api: str) -> None:
+    """API servers get a moment to tell their clients, whether they use it or not."""
+    with launched(api=api) as run:
+        run.wait_for("is ready at")
         run.process.send_signal(signal.SIGTERM)
+        run.wait_for("hears Drain")
+        time.sleep(1.1)
+        run.process.send_signal(signal.SIGTERM)
+        stopped = time.monotonic()
         run.wait(128 + signal.SIGTERM)
+        assert time.monotonic() - stopped < 4
+        assert len(re.findall("hears Drain", run.children_log)) == 2
+
+
+@pytest.mark.parametrize("repeated", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_twice_is_one(repeated: signal.Signals) -> None:
+    """`timeout` signals its child, then its whole group."""
+    with launched("--shutdown-timeout", "1.5", api="busy") as run:
+        run.wait_for("is ready at")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait_for("hears Drain")
+        run.process.send_signal(repeated)
+        run.wait(0)
+        assert len(re.findall("hears Drain", run.children_log)) == 1
 
 
 def test_api_server_that_does_not_drain_is_cut_off() -> None:
@@ -187,7 +225,9 @@ def test_api_server_that_does_not_drain_is_cut_off() -> None:
         run.wait_for("is ready at")
         run.process.send_signal(signal.SIGTERM)
         run.wait(0)
-        assert "are cut off" in run.log
+        assert (
+            "stopped; requests cut off: 0, and whatever was open in the API servers that did not answer: 1" in run.log
+        )
 
 
 def test_killed_launcher_leaves_no_process() -> None:
