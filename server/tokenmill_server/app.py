@@ -12,8 +12,9 @@ from starlette.types import ASGIApp
 
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_server.context import ServerContext
-from tokenmill_server.errors import describe
+from tokenmill_server.errors import ErrorReply, describe
 from tokenmill_server.middleware import RequestFrame
+from tokenmill_server.processing.shown import shown
 from tokenmill_server.protocol.chat import ChatRequest
 from tokenmill_server.protocol.completions import CompletionRequest
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -46,6 +47,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     _add_routes(app)
     for kind in (TokenmillError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(404, _answer_unknown_route)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
     return RequestFrame(app, context.config.api_keys, context.metrics)
@@ -59,7 +61,8 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", retrieve_model, methods=["GET"])
     app.add_api_route("/health", operations.health, methods=["GET"])
-    app.add_api_route("/ping", operations.health, methods=["GET", "POST"])
+    for method in ("GET", "POST"):
+        app.add_api_route("/ping", operations.health, methods=[method], name=f"ping_{method.lower()}")
     app.add_api_route("/version", operations.version, methods=["GET"])
     app.add_api_route("/metrics", operations.metrics, methods=["GET"])
 
@@ -72,6 +75,14 @@ def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[BaseModel]) ->
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
     return error_response(describe(error))
+
+
+async def _answer_unknown_route(request: Request, _error: Exception) -> Response:
+    routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+    served = ", ".join(dict.fromkeys(route.path_format for route in routes))
+    path = shown(request.url.path)
+    message = f"this server does not serve {path} yet; it serves {served}"
+    return error_response(ErrorReply(404, "invalid_request_error", message, code="not_found"))
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:

@@ -133,10 +133,15 @@ def text_of_content(content: Any, path: str) -> str | None:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        if not isinstance(kind, str):
+            raise InvalidRequestError(
+                f"a content part is an object with a 'type', got {shown(part)}", f"{path}[{index}].type"
+            )
+        if kind not in _TEXT_PARTS:
             raise InvalidRequestError(
                 f"content parts of type {shown(kind)} are not supported; this server takes text only",
                 f"{path}[{index}].type",
+                "unsupported_parameter",
             )
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError("a text part needs a string in 'text'", f"{path}[{index}].text")

@@ -189,7 +189,7 @@ def _is_text_format(value: Any) -> bool:
 
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "tools": _is_default(),
+    "tools": _is_default([]),
     "tool_choice": _is_default("none"),
     "response_format": _is_text_format,
     "structured_outputs": _is_default(),
@@ -220,13 +220,23 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 def refuse_unsupported(body: Json) -> None:
     """Raises InvalidRequestError for a field that would be without effect although the client relies on it."""
     for name in UNSUPPORTED.keys() & body.keys():
-        if not UNSUPPORTED[name](body[name]):
+        if not UNSUPPORTED[name](body[name]) and not _is_moot(name, body):
             raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
     best_of = body.get("best_of")
     if best_of is not None and best_of != (body.get("n") or 1):
         raise InvalidRequestError("best_of must equal n", "best_of", "unsupported_parameter")
 
 
+def _is_moot(name: str, body: Json) -> bool:
+    """Whether another field says that this one is to have no effect: tools that must not be called, and the choice
+    among none."""
+    if name == "tools":
+        return isinstance(body["tools"], list) and body.get("tool_choice") == "none"
+    return name == "tool_choice" and body["tool_choice"] == "auto" and body.get("tools") == []
+
+
 def ignored_fields(body: Json, known: Mapping[str, Any]) -> list[str]:
-    """Names in `body` that have no effect: the reply says so in a header."""
-    return sorted(name for name in body.keys() - known.keys() - UNSUPPORTED.keys() if name != "best_of")
+    """Names in `body` that have no effect although they ask for something: the reply says so in a header."""
+    unknown = {name for name in body.keys() - known.keys() - UNSUPPORTED.keys() if name != "best_of"}
+    moot = {name for name in UNSUPPORTED.keys() & body.keys() if not UNSUPPORTED[name](body[name])}
+    return sorted(unknown | moot)

@@ -74,9 +74,9 @@ async def _prepare(call: Call, fields: CompletionRequest) -> _Job:
         prompt_logprobs=fields.prompt_logprobs if fields.prompt_logprobs is not None else echoed_logprobs,
     )
     prompts = await _encode(call, fields)
-    if len(prompts) * sampling.n > MAX_CHOICES:
+    if len(prompts) > 1 and len(prompts) * sampling.n > MAX_CHOICES:
         raise InvalidRequestError(
-            f"{len(prompts)} prompts times n {sampling.n} are more than {MAX_CHOICES} choices", "n"
+            f"{len(prompts)} prompts with n {sampling.n} make more than {MAX_CHOICES} choices", "n"
         )
     requests = [
         inputs.build(

@@ -18,7 +18,7 @@ from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.routes.bodies import ModelT, parse, read_json
 from tokenmill_server.routes.replying import EventStreamResponse
 
-IGNORED_HEADER = "x-tokenmill-ignored-fields"
+IGNORED_HEADER = "x-ignored-fields"
 """Lists the fields of the request that had no effect."""
 
 _MAX_IGNORED_CHARS = 500

@@ -126,7 +126,7 @@ def test_numbers_that_are_none(client: httpx.Client, field: str, literal: str) -
 @pytest.mark.parametrize(
     ("param", "value"),
     [
-        ("tools", []),
+        ("tools", {}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
         ("response_format", {"type": "json_object"}),
@@ -159,7 +159,7 @@ def test_values_that_ask_for_nothing_are_fine(client: httpx.Client) -> None:
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "max_tokens": 2,
-        "tools": None,
+        "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "suffix": None,
@@ -172,7 +172,47 @@ def test_values_that_ask_for_nothing_are_fine(client: httpx.Client) -> None:
     }
     response = client.post(CHAT, json=body)
     assert response.status_code == 200
-    assert "x-tokenmill-ignored-fields" not in response.headers
+    assert "x-ignored-fields" not in response.headers
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"tools": []}, None),
+        ({"tools": None}, None),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, "tools"),
+        ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
+    ],
+)
+def test_tools_that_will_not_be_called(
+    client: httpx.Client, path: str, fields: dict[str, Any], ignored: str | None
+) -> None:
+    """Agent frameworks send them always."""
+    body = completion() if path == PATH else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    response = client.post(path, json=body | fields)
+    assert response.status_code == 200
+    assert response.headers.get("x-ignored-fields") == ignored
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "audio_url", "file", "refusal"])
+def test_parts_that_are_no_text(client: httpx.Client, kind: str) -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:"}}]
+    response = client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
+    assert is_error(response, 400, "messages[0].content[1].type", "unsupported_parameter")
+
+
+def test_parts_that_are_nothing(client: httpx.Client) -> None:
+    for part in (5, {}, {"type": 7}):
+        response = client.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})
+        assert is_error(response, 400, "messages[0].content[0].type", "invalid_value")
+
+
+def test_too_many_choices_are_told_in_numbers(client: httpx.Client) -> None:
+    one = client.post(PATH, json=completion(n=100_000)).json()["error"]["message"]
+    assert one == "n must be at most 1024, got 100000"
+    two = client.post(PATH, json=completion(prompt=["a", "b"], n=600)).json()["error"]["message"]
+    assert two == "2 prompts with n 600 make more than 1024 choices"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -196,7 +236,7 @@ def test_the_reply_names_fields_without_effect(client: httpx.Client, stream: boo
     }
     response = post_stream(client, CHAT, body) if stream else client.post(CHAT, json=body)
     names = "function_call, functions, metadata, prediction, prompt_cache_key, safety_identifier, service_tier, store"
-    assert response.headers["x-tokenmill-ignored-fields"] == f"{names}, user, verbosity, web_search_options, wibble"
+    assert response.headers["x-ignored-fields"] == f"{names}, user, verbosity, web_search_options, wibble"
 
 
 def test_defaults_of_the_model_and_of_the_server() -> None:

@@ -58,6 +58,23 @@ def test_unknown_routes_and_methods(client: httpx.Client, method: str, path: str
     assert is_error(client.request(method, path), status)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank", "/v1/audio/speech", "/v1/messages"]
+)
+def test_routes_of_others_are_answered_with_ours(client: httpx.Client, path: str) -> None:
+    response = client.post(path, json={"model": MODEL_NAME, "input": "x"})
+    assert is_error(response, 404, code="not_found")
+    message = response.json()["error"]["message"]
+    assert message.startswith(f"this server does not serve '{path}' yet; it serves /v1/chat/completions, ")
+    assert "/v1/models/{model_id}" in message
+
+
+def test_every_operation_has_an_id_of_its_own(client: httpx.Client) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    ids = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
+    assert len(ids) == len(set(ids)) >= 11
+
+
 def test_unknown_model(client: httpx.Client) -> None:
     for path in PATHS:
         body = {**GOOD, "messages": [{"role": "user", "content": "x"}], "tokens": [1], "model": "nobody"}
