@@ -15,9 +15,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         TokenmillError: the flags are wrong, or the server could not start or died.
     """
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
         if argument in ("-h", "--help") or argument.startswith("--help="):
-            sys.stdout.write(help_text(argument.partition("=")[2] or None) + "\n")
+            following = next((word for word in arguments[index + 1 : index + 2] if not word.startswith("-")), None)
+            sys.stdout.write(help_text(argument.partition("=")[2] or following) + "\n")
             return 0
     configure_logging("INFO", "launcher")
     values = read_flags(arguments)

@@ -111,7 +111,7 @@ def _load_format(values: FlagValues, files: ModelFiles) -> LoadFormat:
         return "dummy"
     if wanted not in ("auto", native):
         raise ConfigError(
-            f"{values.written('load_format')} {wanted} does not fit {files.path}, which holds {native}; "
+            f"{values.stated('load_format')} does not fit {files.path}, which holds {native}; "
             f"use --load-format {native} or auto"
         )
     return native
@@ -130,7 +130,7 @@ def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dty
     if device.kind == "cuda":
         if engines > device.count:
             raise StartupError(
-                f"{values.written('data_parallel_size')} {engines} needs {engines} GPUs, {device.count} are visible; "
+                f"{values.stated('data_parallel_size')} needs {engines} GPUs, {device.count} are visible; "
                 f"use at most --data-parallel-size {device.count}"
             )
         room, owner = int(device.total_memory_bytes * values["gpu_memory_utilization"]), "each GPU"
@@ -153,7 +153,7 @@ def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat
     explicit = isinstance(wanted, int)
     if explicit and wanted > files.max_position:
         raise ConfigError(
-            f"{values.written('max_model_len')} {wanted} is more than the {files.max_position} positions of "
+            f"{values.stated('max_model_len')} is more than the {files.max_position} positions of "
             f"{files.name}; use at most {files.max_position}, or auto"
         )
     return ModelConfig(
@@ -224,7 +224,7 @@ def _chat_template(values: FlagValues) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(
-            f"{values.written('chat_template')} {given}: {reason}; name a readable file or give the template itself"
+            f"{values.stated('chat_template')}: {reason}; name a readable file or give the template itself"
         ) from None
 
 
@@ -237,7 +237,7 @@ def _default_sampling(values: FlagValues, files: ModelFiles) -> dict[str, float 
     folder = Path(source).expanduser()
     if not (folder / "generation_config.json").is_file():
         raise ConfigError(
-            f"{values.written('generation_config')} {source} has no generation_config.json; "
+            f"{values.stated('generation_config')} has no generation_config.json; "
             "name a folder that has one, auto or vllm"
         )
     return dict(read_generation_defaults(folder))

@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.flag import Arity, Flag
+from tokenmill_server.flags.origin import POSITIONAL_MODEL, on_command_line
+from tokenmill_server.flags.suggestion import suggestion
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED, UnsupportedFlag
 from tokenmill_server.flags.values import (
@@ -15,7 +17,6 @@ from tokenmill_server.flags.values import (
     offer_environment,
     offer_file,
     parse_value,
-    suggestion,
 )
 
 _UNSUPPORTED_PREFIX = "unsupported:"
@@ -52,7 +53,7 @@ def read_flags(arguments: Sequence[str], environment: Mapping[str, str] | None =
             for value in raw:
                 _check_unsupported(UNSUPPORTED[key], value)
         else:
-            values.offer(key, _single_value(FLAGS[key], raw), f"--{FLAGS[key].name}")
+            values.offer(key, _single_value(FLAGS[key], raw), on_command_line(FLAGS[key].name))
     if len(set(config_files)) > 1:
         raise ConfigError(f"--config is given {len(config_files)} times; merge the files into one")
     if config_files:
@@ -70,13 +71,13 @@ def _take_positional(values: FlagValues, positional: Sequence[str], given: Mappi
     for model in given.get("model", []):
         if model != positional[0]:
             raise ConfigError(f"two models are named, {positional[0]} and --model {model}; leave one out")
-    values.offer("model", positional[0], "the model")
+    values.offer("model", positional[0], POSITIONAL_MODEL)
 
 
 def _check_unsupported(row: UnsupportedFlag, value: str) -> None:
     if row.is_switch and value == "false" and value not in row.neutral:
         raise ConfigError(f"--no-{row.name} is not supported; {row.remark or 'leave it out'}")
-    check_neutral(row.key, value, f"--{row.name}")
+    check_neutral(row.key, value, f"--{row.name}" if row.is_switch else f"--{row.name} {value}")
 
 
 def _single_value(flag: Flag, raw: list[str]) -> object:
@@ -87,7 +88,7 @@ def _single_value(flag: Flag, raw: list[str]) -> object:
     """
     if flag.is_list:
         return raw
-    origin = f"--{flag.name}"
+    origin = on_command_line(flag.name)
     parsed = [parse_value(flag, value, origin) for value in raw]
     if any(value != parsed[0] for value in parsed):
         if flag.arity is Arity.SWITCH:

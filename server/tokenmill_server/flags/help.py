@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.flag import Arity, Flag, Group
 from tokenmill_server.flags.table import FLAGS
-from tokenmill_server.flags.unsupported import UNSUPPORTED
+from tokenmill_server.flags.unsupported import UNSUPPORTED, UnsupportedFlag
 
 _USAGE = """\
 usage: tokenmill serve [MODEL] [flags]
@@ -36,10 +36,14 @@ def help_text(topic: str | None = None) -> str:
         return _section(heading, _of_group(heading))
     word = topic.lstrip("-").replace("_", "-").lower()
     found = [flag for flag in FLAGS.values() if _mentions(flag, word)]
-    if not found:
+    unsupported = [row for row in UNSUPPORTED.values() if _names(row, word)]
+    if not found and not unsupported:
         groups = ", ".join(Group)
         raise ConfigError(f"no flag mentions {topic!r}; try --help=all or one of the headings {groups}")
-    return _section(f"Flags about {topic!r}", found)
+    parts = [_section(f"Flags about {topic!r}", found)] if found else []
+    if unsupported:
+        parts.append(_section_of_unsupported(f"Flags about {topic!r} that are not supported yet", unsupported))
+    return "\n\n".join(parts)
 
 
 def _of_group(group: Group) -> list[Flag]:
@@ -48,6 +52,23 @@ def _of_group(group: Group) -> list[Flag]:
 
 def _mentions(flag: Flag, word: str) -> bool:
     return word in flag.name or word in flag.help.lower() or word in (short.lstrip("-") for short in flag.short)
+
+
+def _names(row: UnsupportedFlag, word: str) -> bool:
+    return word in row.name or word in (short.lstrip("-") for short in row.short)
+
+
+def _section_of_unsupported(title: str, rows: Iterable[UnsupportedFlag]) -> str:
+    lines = [_row(", ".join([f"--{row.name}", *row.short]), _right_of_unsupported(row)) for row in rows]
+    return "\n".join([f"{title}:", *lines])
+
+
+def _right_of_unsupported(row: UnsupportedFlag) -> str:
+    if row.notice:
+        return f"Accepted, without effect: {row.notice}"
+    neutral = " or ".join(sorted(row.neutral - {""}))
+    text = f"Accepted only as {neutral}" if neutral else "Refused"
+    return f"{text}; {row.remark}" if row.remark else text
 
 
 def _section(title: str, flags: Iterable[Flag]) -> str:
@@ -88,7 +109,7 @@ def _row(left: str, right: str) -> str:
 def _environment_note() -> str:
     return (
         "Every flag can also be set by a variable, for example TOKENMILL_PORT for --port.\n"
-        "More: --help=all, --help=<heading>, --help=<word>."
+        "More: --help all, --help HEADING, --help WORD (or --help=WORD)."
     )
 
 

@@ -18,10 +18,16 @@ class UnsupportedFlag:
     is_switch: bool = False
     remark: str = ""
     """What to do instead, the end of a sentence."""
+    notice: str = ""
+    """Why it does nothing to turn this switch on, which is allowed; the end of a sentence."""
 
     @property
     def key(self) -> str:
         return self.name.replace("-", "_")
+
+    @property
+    def environment_variable(self) -> str:
+        return f"TOKENMILL_{self.key.upper()}"
 
 
 def _switches(neutral: str, *names: str) -> list[UnsupportedFlag]:
@@ -69,18 +75,22 @@ _ROWS = [
     _value("convert", "auto", "none"),
     _value("task", "auto", "generate"),
     _value("tokenizer-mode", "auto", "hf", "slow", "fast"),
-    _switch(
-        "trust-remote-code", "false", remark="supported models are native and need no code of their own, leave it out"
+    UnsupportedFlag(
+        "trust-remote-code",
+        frozenset({"false", "true"}),
+        is_switch=True,
+        notice="supported models are native, no code of theirs is ever run",
     ),
     _value("model-impl", "auto", "vllm"),
     _value("logprobs-mode", "raw_logprobs"),
     _value("hf-overrides", "{}"),
     _value("override-generation-config", "{}"),
     _value("cpu-offload-gb", "0"),
+    _value("hf-token", remark="set the variable HF_TOKEN"),
     _switch("use-tqdm-on-load", "true"),
     *_values("code-revision", "tokenizer-revision", "hf-config-path", "logits-processors", "pooler-config"),
     *_values("safetensors-load-strategy", "model-loader-extra-config", "ignore-patterns", "renderer-num-workers"),
-    *_values("allowed-local-media-path", "allowed-media-domains", "hf-token", "revision", "download-dir"),
+    *_values("allowed-local-media-path", "allowed-media-domains", "revision", "download-dir"),
     *_switches("false", "enable-prompt-embeds", "skip-tokenizer-init", "disable-sliding-window", "enable-sleep-mode"),
     # Cache
     _value("kv-cache-dtype", "auto"),

@@ -30,6 +30,10 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_serve_help_and_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help=cache"]) == 0
     assert "--block-size" in capsys.readouterr().out
+    assert cli.main(["serve", "--help", "tensor"]) == 0
+    assert "--tensor-parallel-size" in capsys.readouterr().out
+    assert cli.main(["serve", "-h", "--port", "1"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
     assert cli.main(["serve", "--blok-size", "3"]) == 1
     captured = capsys.readouterr()
     assert captured.err == "tokenmill: error: unknown flag --blok-size; did you mean --block-size?\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import ConfigError, StartupError
@@ -14,6 +15,7 @@ from tokenmill_server.flags import build
 from tokenmill_server.flags.build import Configuration, build_configuration
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.table import FLAGS
+from tokenmill_server.flags.values import FlagValues, offer_keywords
 
 MODEL = str(embedded_model_path())
 GIB = 2**30
@@ -157,6 +159,19 @@ def test_refused_before_anything_starts(arguments: list[str], message: str) -> N
         configure(*arguments)
     assert message in raised.value.message
     assert "\n" not in raised.value.message
+
+
+def test_load_format_must_be_that_of_the_files() -> None:
+    folder = str(cached_tiny_model("llama"))
+    with pytest.raises(ConfigError) as raised:
+        configure(folder, "--load-format", "gguf")
+    assert raised.value.message == (
+        f"--load-format gguf does not fit {folder}, which holds safetensors; use --load-format safetensors or auto"
+    )
+    values = FlagValues()
+    offer_keywords(values, {"load_format": "safetensors", "device": "cpu"}, "LLM")
+    with pytest.raises(ConfigError, match=r"LLM\(load_format='safetensors'\) does not fit .* which holds gguf"):
+        build_configuration(values)
 
 
 def test_environment_yields_instead_of_contradicting() -> None:

@@ -76,6 +76,7 @@ def test_mistakes_name_the_fix(arguments: list[str], message: str) -> None:
         ["-tp", "1"],
         ["--tensor_parallel_size=1", "--pipeline-parallel-size", "1"],
         ["--enable-chunked-prefill", "--no-enable-lora", "--kv-cache-dtype", "auto"],
+        ["--trust-remote-code"],
         ["--quantization", "none", "--preemption-mode", "recompute", "--disable-log-requests"],
     ],
 )
@@ -87,7 +88,7 @@ def test_vllm_flags_that_ask_for_what_happens_anyway_pass(arguments: list[str]) 
     ("arguments", "message"),
     [
         (["-tp", "2"], "--tensor-parallel-size 2 is not supported yet (only 1 is); use --data-parallel-size"),
-        (["--enable-lora"], "--enable-lora true is not supported yet; leave it out"),
+        (["--enable-lora"], "--enable-lora is not supported yet; leave it out"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill is not supported; prefill is always chunked"),
         (["--quantization", "squeezellm"], "--quantization squeezellm is not supported yet"),
         (["-sc", "{}"], "--speculative-config {} is not supported yet"),

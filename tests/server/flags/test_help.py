@@ -28,6 +28,16 @@ def test_topics() -> None:
     assert all(f"--{row.name}" in complete for row in UNSUPPORTED.values())
 
 
+def test_words_find_flags_that_are_not_supported_too() -> None:
+    text = help_text("tensor")
+    assert "that are not supported yet:\n  --tensor-parallel-size, -tp" in text
+    assert "Accepted only as 1; use --data-parallel-size" in text
+    assert "--tensor-parallel-size" in help_text("tp")
+    both = help_text("parallel-size")
+    assert both.index("--data-parallel-size, -dp") < both.index("--pipeline-parallel-size")
+    assert "Accepted, without effect" in help_text("--trust-remote-code")
+
+
 def test_unknown_topic() -> None:
     with pytest.raises(ConfigError, match="headings Model, Frontend"):
         help_text("xyzzy")

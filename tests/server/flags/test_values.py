@@ -47,8 +47,10 @@ def test_positional_model_beats_the_file(tmp_path: Path) -> None:
         ("port: 1\nport: 2\n", "port appears twice"),
         ("max-num-seqs: 1\nmax_num_seqs: 2\n", "max_num_seqs appears twice"),
         ("- port\n", "must be a mapping of flag names to values"),
-        ("port: [\n", "is not valid YAML"),
-        ("tensor-parallel-size: 4\n", "not supported yet"),
+        ("seed: 1\nport: [\n", "is not valid YAML: line 3: while parsing a flow node, expected the node content"),
+        ("port: \x07\n", "is not valid YAML: character U+0007 at position 6 is not allowed"),
+        ("tensor-parallel-size: 4\n", "tensor-parallel-size: 4 in "),
+        ("enable_lora: true\n", "flags.yaml is not supported yet; leave it out"),
         ("enable-prefix-caching: maybe\n", "must be true or false"),
     ],
 )
@@ -57,6 +59,7 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
         read_flags(["--config", write(tmp_path, text)], {})
     assert message in raised.value.message
     assert "\n" not in raised.value.message
+    assert "<unicode string>" not in raised.value.message
 
 
 def test_a_wrong_value_in_the_file_is_an_error_even_if_overridden(tmp_path: Path) -> None:
@@ -102,6 +105,32 @@ def test_wrong_variable_is_named() -> None:
         read_flags([], {"TOKENMILL_PORT": "http"})
 
 
+def test_misspelt_variables_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    names = ["TOKENMILL_MAX_MODEL_LENGTH", "TOKENMILL_ZZZ", "TOKENMILL_CACHE_DIR", "TOKENMILL_LOGGING_LEVEL", "HOME"]
+    links = ["TOKENMILL_SERVICE_HOST", "TOKENMILL_PORT_8000_TCP_ADDR", "TOKENMILL_API_SERVICE_PORT_HTTP"]
+    with caplog.at_level(logging.WARNING):
+        read_flags([], dict.fromkeys(names + links, "INFO") | {"TOKENMILL_GRPC_PORT": "tcp://10.0.0.1:1"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "unknown variables without effect: TOKENMILL_MAX_MODEL_LENGTH (did you mean TOKENMILL_MAX_MODEL_LEN?), "
+        "TOKENMILL_ZZZ"
+    ]
+
+
+def test_variables_of_flags_that_are_not_supported(caplog: pytest.LogCaptureFixture) -> None:
+    assert read_flags([], {"TOKENMILL_TENSOR_PARALLEL_SIZE": "1", "TOKENMILL_ENABLE_LORA": "0"}).given == {}
+    assert caplog.text == ""
+    with pytest.raises(ConfigError, match="TOKENMILL_TENSOR_PARALLEL_SIZE=2 is not supported yet"):
+        read_flags([], {"TOKENMILL_TENSOR_PARALLEL_SIZE": "2"})
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_trusting_remote_code_needs_nothing(caplog: pytest.LogCaptureFixture, value: bool) -> None:
+    with caplog.at_level(logging.WARNING):
+        offer_keywords(FlagValues(), {"trust_remote_code": value}, "LLM")
+    said = "LLM(trust_remote_code=True) has no effect: supported models are native, no code of theirs is ever run"
+    assert [record.getMessage() for record in caplog.records] == [said] * value
+
+
 def test_variables_of_vllm_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read_flags([], {"VLLM_ATTENTION_BACKEND": "XFORMERS"})
@@ -119,7 +148,9 @@ def test_keywords(tmp_path: Path) -> None:
     ("keywords", "message"),
     [
         ({"max_model_length": 1}, r"unknown argument LLM\(max_model_length=...\); did you mean max_model_len\?"),
-        ({"tensor_parallel_size": 2}, r"LLM\(tensor_parallel_size=...\) 2 is not supported yet"),
+        ({"tensor_parallel_size": 2}, r"LLM\(tensor_parallel_size=2\) is not supported yet \(only 1 is\)"),
+        ({"enable_lora": True}, r"LLM\(enable_lora=True\) is not supported yet; leave it out"),
+        ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not supported yet"),
         ({"port": 1}, "about serving over HTTP"),
         ({"block_size": "big"}, r"LLM\(block_size=...\) must be"),
     ],
