@@ -125,10 +125,23 @@ def test_compose_builds_a_target_that_exists(file: str) -> None:
 
 def test_variables_in_container_files_belong_to_flags() -> None:
     names = set(re.findall(r"\bTOKENMILL_[A-Z_]+", (REPO / "Dockerfile").read_text()))
-    names |= set(load("docker-compose.yml")["services"]["tokenmill"]["environment"])
     known = {flag.environment_variable for flag in FLAGS.values()} | {"TOKENMILL_CACHE_DIR"}
     assert names
     assert names <= known
+
+
+def test_compose_passes_every_flag_on_that_the_image_does_not_decide() -> None:
+    environment = load("docker-compose.yml")["services"]["tokenmill"]["environment"]
+    decided = {"host", "port", "uds", "device"}
+    flags = {flag.environment_variable for flag in FLAGS.values() if flag.key not in decided}
+    assert set(environment) == flags | {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}
+    assert set(environment.values()) == {None}, "a value here would win over the one of the shell"
+
+
+def test_compose_passes_build_arguments_that_exist() -> None:
+    passed = load("docker-compose.yml")["services"]["tokenmill"]["build"]["args"]
+    declared = set(re.findall(r"^ARG (\w+)", (REPO / "Dockerfile").read_text(), re.MULTILINE))
+    assert set(passed) == declared
 
 
 def dockerfile_stages() -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill_server.bench import cli as bench_cli
+from tokenmill_server.cli import chat
 from tokenmill_server.cli import main as tokenmill_cli
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
@@ -21,7 +22,7 @@ from tokenmill_server.version import __version__
 REPO = Path(__file__).parents[2]
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("benchmarks/*.md")])
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
-OTHER_PROGRAMS_FLAGS = {"build", "config", "help", "no-deps", "strict", "tag", "version"}
+OTHER_PROGRAMS_FLAGS = {"build", "config", "extra-index-url", "help", "no-deps", "strict", "tag", "version"}
 
 
 def page_ids(page: Path) -> str:
@@ -68,6 +69,8 @@ def test_flags_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("serve", "throughput", "latency"):
         with pytest.raises(SystemExit):
             bench_cli.main([command, "--help"])
+    with pytest.raises(SystemExit):
+        chat.main(["--help"])
     known |= set(re.findall(r"--([a-z0-9-]+)", capsys.readouterr().out))
     used = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", page.read_text()))
     assert used <= known
