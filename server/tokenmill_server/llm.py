@@ -5,29 +5,25 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
 from tokenmill_engine.config.model_files import read_tokenizer_facts
-from tokenmill_engine.errors import InvalidRequestError, RequestError
+from tokenmill_engine.errors import RequestError
 from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.progress import progress_bar
 from tokenmill_server.engine_host import EngineHost
 from tokenmill_server.flags.build import Configuration, build_configuration
 from tokenmill_server.flags.values import FlagValues, offer_environment, offer_keywords
+from tokenmill_server.llm_inputs import Item, PromptInput, conversations_of, items_of, priorities_of, sampling_of
 from tokenmill_server.llm_outputs import RequestOutput, public_output
-from tokenmill_server.processing.chat_template import ChatTemplate, Message, text_of_content
+from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
-
-PromptInput = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with optional `cache_salt`."""
-
-_LIST_FIELDS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 class LLM:
@@ -62,6 +58,10 @@ class LLM:
         """Longest prompt and output together, in tokens."""
         return self._processor.max_model_len
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with `encode(text)` and `decode(token_ids)`."""
+        return self.tokenizer
+
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],
@@ -75,14 +75,13 @@ class LLM:
         `sampling_params` is one for all or one per prompt; None takes the model's own defaults.
 
         Raises:
+            TypeError: an argument is of another type.
             RequestError: a prompt or its parameters are wrong, which the message numbers; nothing was generated.
             EngineDeadError: an engine core died.
         """
-        items = [_Item.from_prompt(prompt) for prompt in _prompt_list(prompts)]
-        priorities = [0] * len(items) if priority is None else list(priority)
-        if len(priorities) != len(items):
-            raise InvalidRequestError(f"{len(items)} prompts need as many priorities, got {len(priorities)}")
-        return self._run(items, self._sampling_list(sampling_params, len(items)), priorities, use_tqdm=use_tqdm)
+        items = items_of(prompts)
+        sampling = self._sampling_list(sampling_params, len(items))
+        return self._run(items, sampling, priorities_of(priority, len(items)), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -101,8 +100,8 @@ class LLM:
             template_variables=chat_template_kwargs or {},
         )
         items = [
-            _Item(text=self._processor.render_chat(_checked_messages(conversation), options), add_special_tokens=False)
-            for conversation in _conversation_list(messages)
+            Item(text=self._processor.render_chat(conversation, options), add_special_tokens=False)
+            for conversation in conversations_of(messages)
         ]
         return self._run(items, self._sampling_list(sampling_params, len(items)), [0] * len(items), use_tqdm=use_tqdm)
 
@@ -119,23 +118,17 @@ class LLM:
     def _sampling_list(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> Sequence[SamplingParams]:
-        if given is None:
-            return [self._default_sampling] * count
-        if isinstance(given, SamplingParams):
-            return [_with_tuples(given)] * count
-        if len(given) != count:
-            raise InvalidRequestError(f"{count} prompts need one or as many sampling_params, got {len(given)}")
-        return [_with_tuples(params) for params in given]
+        return [self._default_sampling] * count if given is None else sampling_of(given, count)
 
     def _run(
-        self, items: "Sequence[_Item]", sampling: Sequence[SamplingParams], priorities: Sequence[int], *, use_tqdm: bool
+        self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int], *, use_tqdm: bool
     ) -> list[RequestOutput]:
         """Nothing is sent before every request is known to be right."""
-        with tqdm(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+        with progress_bar(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             return self._host.run(self._generate(items, sampling, priorities, bar))
 
     async def _generate(
-        self, items: "Sequence[_Item]", sampling: Sequence[SamplingParams], priorities: Sequence[int], bar: "tqdm[Any]"
+        self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int], bar: "tqdm[Any]"
     ) -> list[RequestOutput]:
         requests = [
             await self._build(index, item, sampling[index], priorities[index]) for index, item in enumerate(items)
@@ -154,7 +147,7 @@ class LLM:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _build(self, index: int, item: "_Item", sampling: SamplingParams, priority: int) -> GenerationRequest:
+    async def _build(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> GenerationRequest:
         try:
             if item.text is not None:
                 prompt = await self._processor.encode_text(item.text, item.add_special_tokens)
@@ -166,31 +159,6 @@ class LLM:
             )
         except RequestError as error:
             raise type(error)(f"prompt {index}: {error}", error.param, error.code) from error
-
-
-@dataclass(slots=True, frozen=True)
-class _Item:
-    """One prompt as the user gave it: text, or else token ids."""
-
-    text: str | None = None
-    token_ids: Sequence[int] = ()
-    add_special_tokens: bool = True
-    cache_salt: str | None = None
-
-    @classmethod
-    def from_prompt(cls, prompt: PromptInput) -> "_Item":
-        if isinstance(prompt, str):
-            return cls(text=prompt)
-        if not isinstance(prompt, Mapping):
-            return cls(token_ids=list(prompt))
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
-            raise InvalidRequestError(
-                "a prompt mapping has either `prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
-            )
-        if "prompt" in prompt:
-            return cls(text=str(prompt["prompt"]), cache_salt=prompt.get("cache_salt"))
-        return cls(token_ids=list(prompt["prompt_token_ids"]), cache_salt=prompt.get("cache_salt"))
 
 
 class _Progress:
@@ -206,50 +174,6 @@ class _Progress:
         rate = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
         self._bar.update()
-
-
-def _prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> Sequence[PromptInput]:
-    """A list of token ids is one prompt, a list of anything else is a list of prompts."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(Sequence[int], prompts)]
-    return cast(Sequence[PromptInput], prompts)
-
-
-def _conversation_list(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
-    if messages and isinstance(messages[0], Mapping):
-        return [cast(Sequence[Message], messages)]
-    return cast(Sequence[Sequence[Message]], messages)
-
-
-def _checked_messages(conversation: Sequence[Message]) -> list[Message]:
-    """The conversation with text contents.
-
-    Raises:
-        InvalidRequestError: a message has no role, or content that is not text.
-    """
-    checked: list[Message] = []
-    for index, message in enumerate(conversation):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError("every message is a mapping with a `role`", f"messages[{index}]")
-        content = text_of_content(message.get("content"), f"messages[{index}].content")
-        checked.append({**message, "content": content})
-    if not checked:
-        raise InvalidRequestError("a conversation needs at least one message", "messages")
-    return checked
-
-
-def _with_tuples(sampling: SamplingParams) -> SamplingParams:
-    """Lists and single strings, which people write, as the tuples that travel."""
-    changes: dict[str, Any] = {}
-    for name in _LIST_FIELDS:
-        value = getattr(sampling, name)
-        if isinstance(value, str):
-            changes[name] = (value,)
-        elif isinstance(value, list):
-            changes[name] = tuple(value)
-    return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
 def _input_processor(configuration: Configuration, tokenizer: Tokenizer) -> InputProcessor:

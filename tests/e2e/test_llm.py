@@ -111,6 +111,10 @@ def test_choices_logprobs_and_stops(llm: LLM) -> None:
 def test_mistakes_name_the_prompt_and_generate_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="prompt 1: temperature must be between 0 and 2"):
         llm.generate(["a", "b"], [GREEDY, SamplingParams(temperature=9)])
+    with pytest.raises(InvalidRequestError, match="prompt 0: temperature must be between 0 and 2, got -1"):
+        llm.generate("a", SamplingParams(temperature=-1))
+    with pytest.raises(TypeError, match="a prompt is text, a list of token ids"):
+        llm.generate(123, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(ContextLengthError, match="prompt 0: "):
         llm.generate([[5] * 70000], GREEDY)
     with pytest.raises(InvalidRequestError, match="2 prompts need one or as many sampling_params, got 3"):
@@ -120,6 +124,13 @@ def test_mistakes_name_the_prompt_and_generate_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="every message is a mapping with a `role`"):
         llm.chat([{"content": "a"}], GREEDY)
     assert llm.generate("a", GREEDY)
+
+
+def test_the_tokenizer(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate("Once upon", GREEDY)
+    assert tokenizer.encode("Once upon") == output.prompt_token_ids
+    assert tokenizer.decode(output.outputs[0].token_ids) == output.outputs[0].text
 
 
 def test_calls_from_several_threads(llm: LLM) -> None:

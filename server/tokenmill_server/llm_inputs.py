@@ -1,0 +1,170 @@
+"""What `LLM` takes: prompts, conversations and sampling parameters as people write them, checked for their types.
+
+A wrong type is a TypeError with a sentence. Ranges are checked where those of HTTP requests are.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import msgspec
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.processing.chat_template import Message, text_of_content
+
+PromptInput = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with optional `cache_salt`."""
+
+_PROMPT_KINDS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_LIST_FIELDS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+
+_PYTHON_WORDS = {"array": "list", "object": "dict", "null": "None"}
+_JSON_WORD = re.compile(r"\b(array|object|null)\b")
+
+
+@dataclass(slots=True, frozen=True)
+class Item:
+    """One prompt as the user gave it: text, or else token ids."""
+
+    text: str | None = None
+    token_ids: Sequence[int] = ()
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+
+
+def items_of(prompts: PromptInput | Sequence[PromptInput]) -> list[Item]:
+    """The prompts of one call. A list of token ids is one prompt, a list of anything else is a list of prompts.
+
+    Raises:
+        TypeError: something else was given.
+        InvalidRequestError: a mapping has wrong keys.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [_item(prompts, "the prompt")]
+    if not _is_list(prompts):
+        raise TypeError(f"a prompt is {_PROMPT_KINDS}, and prompts are a list of these; got {_type_name(prompts)}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [_item(prompts, "the prompt")]
+    return [_item(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+
+
+def priorities_of(given: Sequence[int] | None, count: int) -> list[int]:
+    """The priority of each of `count` prompts; None is 0 for all.
+
+    Raises:
+        TypeError: something else was given.
+        InvalidRequestError: there are not as many as prompts.
+    """
+    if given is None:
+        return [0] * count
+    if not _is_list(given):
+        raise TypeError(f"priority must be a list of integers, one per prompt; got {_type_name(given)}")
+    if len(given) != count:
+        raise InvalidRequestError(f"{count} prompts need as many priorities, got {len(given)}")
+    return list(given)
+
+
+def _item(prompt: object, label: str) -> Item:
+    if isinstance(prompt, str):
+        return Item(text=prompt)
+    if not isinstance(prompt, Mapping):
+        if not _is_list(prompt):
+            raise TypeError(f"{label} must be {_PROMPT_KINDS}; got {_type_name(prompt)}")
+        return Item(token_ids=list(prompt))
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
+        raise InvalidRequestError(
+            "a prompt mapping has either `prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
+        )
+    salt = prompt.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise TypeError(f"cache_salt of {label} must be text; got {_type_name(salt)}")
+    if "prompt" in prompt:
+        if not isinstance(prompt["prompt"], str):
+            raise TypeError(f"`prompt` of {label} must be text; got {_type_name(prompt['prompt'])}")
+        return Item(text=prompt["prompt"], cache_salt=salt)
+    if not _is_list(prompt["prompt_token_ids"]):
+        raise TypeError(
+            f"`prompt_token_ids` of {label} must be a list of integers; got {_type_name(prompt['prompt_token_ids'])}"
+        )
+    return Item(token_ids=list(prompt["prompt_token_ids"]), cache_salt=salt)
+
+
+def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """The conversations of one call, with text contents.
+
+    Raises:
+        TypeError: something else was given.
+        InvalidRequestError: a message has no role, or content that is not text.
+    """
+    if not _is_list(messages):
+        raise TypeError(
+            f'messages must be a list such as [{{"role": "user", "content": "Hello"}}], or a list of these; '
+            f"got {_type_name(messages)}"
+        )
+    if messages and isinstance(messages[0], Mapping):
+        return [_checked_messages(messages)]
+    return [_checked_messages(conversation) for conversation in messages]
+
+
+def _checked_messages(conversation: object) -> list[Message]:
+    if not _is_list(conversation):
+        raise TypeError(f"a conversation must be a list of messages; got {_type_name(conversation)}")
+    checked: list[Message] = []
+    for index, message in enumerate(conversation):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError("every message is a mapping with a `role`", f"messages[{index}]")
+        content = text_of_content(message.get("content"), f"messages[{index}].content")
+        checked.append({**message, "content": content})
+    if not checked:
+        raise InvalidRequestError("a conversation needs at least one message", "messages")
+    return checked
+
+
+def sampling_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts.
+
+    Raises:
+        TypeError: something else was given, or a field holds another type.
+        InvalidRequestError: there are not as many as prompts.
+    """
+    if isinstance(given, SamplingParams):
+        return [_typed(given)] * count
+    if not _is_list(given) or not all(isinstance(params, SamplingParams) for params in given):
+        wrong = next((p for p in given if not isinstance(p, SamplingParams)), given) if _is_list(given) else given
+        raise TypeError(
+            "sampling_params must be SamplingParams(...), or a list of them with one per prompt; "
+            f"got {_type_name(wrong)}"
+        )
+    if len(given) != count:
+        raise InvalidRequestError(f"{count} prompts need one or as many sampling_params, got {len(given)}")
+    return [_typed(params) for params in given]
+
+
+def _typed(sampling: SamplingParams) -> SamplingParams:
+    """With lists and single strings, which people write, as the tuples that travel.
+
+    Raises:
+        TypeError: a field holds what the engine could not read.
+    """
+    fields = msgspec.structs.asdict(sampling)
+    for name in _LIST_FIELDS:
+        if isinstance(fields[name], str):
+            fields[name] = (fields[name],)
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at ")
+        field = place.rpartition("$.")[2].rstrip("`")
+        words = _JSON_WORD.sub(lambda word: _PYTHON_WORDS[word[0]], reason.replace("`", ""))
+        raise TypeError(f"SamplingParams(...): {field} is of a wrong type: {words}") from None
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,104 @@
+"""What people pass to `LLM`: taken as they mean it, or refused with a sentence."""
+
+from typing import Any
+
+import pytest
+
+from tokenmill import SamplingParams
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.llm_inputs import Item, conversations_of, items_of, priorities_of, sampling_of
+
+
+@pytest.mark.parametrize(
+    ("prompts", "items"),
+    [
+        ("a", [Item(text="a")]),
+        ([1, 2], [Item(token_ids=[1, 2])]),
+        (["a", (1, 2)], [Item(text="a"), Item(token_ids=[1, 2])]),
+        ({"prompt": "a", "cache_salt": "s"}, [Item(text="a", cache_salt="s")]),
+        ([{"prompt_token_ids": range(2)}], [Item(token_ids=[0, 1])]),
+        ([], []),
+    ],
+)
+def test_prompts(prompts: Any, items: list[Item]) -> None:
+    assert items_of(prompts) == items
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (123, "a prompt is text, a list of token ids, .*; got int"),
+        (None, "got NoneType"),
+        (b"bytes", "got bytes"),
+        (["a", 3.5], "prompt 1 must be text, a list of token ids, .*; got float"),
+        ({"prompt": 5}, "`prompt` of the prompt must be text; got int"),
+        ([{"prompt_token_ids": 5}], "`prompt_token_ids` of prompt 0 must be a list of integers; got int"),
+        ([{"prompt": "a", "cache_salt": 5}], "cache_salt of prompt 0 must be text; got int"),
+    ],
+)
+def test_what_is_no_prompt(prompts: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        items_of(prompts)
+
+
+def test_sampling_parameters_are_written_as_people_do() -> None:
+    written: Any = {"stop": "x", "stop_token_ids": [3], "temperature": 0, "logit_bias": {5: 1}}
+    first, second = sampling_of(SamplingParams(**written), 2)
+    assert first is second
+    assert (first.stop, first.stop_token_ids, first.temperature, first.logit_bias) == (("x",), (3,), 0.0, {5: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": 0}, "must be SamplingParams(...), or a list of them with one per prompt; got dict"),
+        ([SamplingParams(), {}], "one per prompt; got dict"),
+        (7, "one per prompt; got int"),
+    ],
+)
+def test_what_are_no_sampling_parameters(given: Any, message: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        sampling_of(given, 2)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": "hot"}, "SamplingParams(...): temperature is of a wrong type: Expected float, got str"),
+        ({"stop": 5}, "stop is of a wrong type: Expected list, got int"),
+        ({"stop": ["a", 5]}, "stop[1] is of a wrong type: Expected str, got int"),
+        ({"logit_bias": [1]}, "logit_bias is of a wrong type: Expected dict | None, got list"),
+        ({"logit_bias": {"5": 1}}, "logit_bias is of a wrong type: Expected int, got str"),
+        ({"ignore_eos": "yes"}, "ignore_eos is of a wrong type: Expected bool, got str"),
+        ({"max_tokens": 2.5}, "max_tokens is of a wrong type: Expected int | None, got float"),
+    ],
+)
+def test_fields_of_wrong_types(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        sampling_of(SamplingParams(**fields), 1)
+    assert message in str(raised.value)
+
+
+def test_as_many_as_prompts() -> None:
+    assert priorities_of(None, 2) == [0, 0]
+    assert priorities_of((1, 2), 2) == [1, 2]
+    with pytest.raises(InvalidRequestError, match="2 prompts need as many priorities, got 1"):
+        priorities_of([1], 2)
+    with pytest.raises(TypeError, match="priority must be a list of integers, one per prompt; got int"):
+        priorities_of(5, 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="2 prompts need one or as many sampling_params, got 1"):
+        sampling_of([SamplingParams()], 2)
+
+
+@pytest.mark.parametrize("messages", ["hi", 5, ["hi"]])
+def test_what_is_no_conversation(messages: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a list .*; got (str|int)"):
+        conversations_of(messages)
+
+
+def test_conversations() -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    flat = [{"role": "user", "content": "Hi"}]
+    assert conversations_of([message]) == [flat]  # type: ignore[list-item]
+    assert conversations_of([[message], [message]]) == [flat, flat]  # type: ignore[list-item]
