@@ -4,9 +4,11 @@ import argparse
 import http.client
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,10 @@ _CONNECT_TIMEOUT_S = 600.0
 _KEY_VARIABLES = ("TOKENMILL_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
 _CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 """Whatever may happen on a connection; timeouts and urllib's own errors are OSErrors."""
-_GREETING = "Chatting with %s. /new starts over, Ctrl-C interrupts an answer, Ctrl-D ends.\n"
+_COMMANDS = "/new starts over, /help lists the commands, /exit (or Ctrl-D) ends; Ctrl-C interrupts an answer"
+_GREETING = f"Chatting with %s. {_COMMANDS}.\n"
+_COMMAND = re.compile(r"/\w*(\s|$)")
+"""How a line begins that is no question; a path is one."""
 
 Message = dict[str, str]
 
@@ -55,10 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit status.
 
     Raises:
-        TokenmillError: no server answers, or (with --quick) it refused.
+        TokenmillError: an option is wrong, no server answers, or (with --quick) it refused.
     """
     options = _parse(arguments)
-    url = options.url.rstrip("/")
+    if options.quick is not None and not options.quick.strip():
+        raise ConfigError("--quick needs a question, got an empty text")
+    url = _base_url(options)
     api_key = options.api_key or next(filter(None, map(os.environ.get, _KEY_VARIABLES)), None)
     model = options.model_name or _first_model(url, api_key)
     sampling = {"max_tokens": options.max_tokens, "temperature": options.temperature}
@@ -72,7 +79,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("tokenmill chat", description="Talk to a running server.", allow_abbrev=False)
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="base URL [%(default)s]")
+    parser.add_argument("--url", help="base URL; http:// and /v1 may be left out [http://HOST:PORT/v1]")
+    parser.add_argument("--host", help="the server's address [127.0.0.1]")
+    parser.add_argument("--port", type=int, help="the server's port [8000]")
     parser.add_argument("--model-name", help="model to ask for [the first one that the server lists]")
     parser.add_argument("--api-key", help=f"[{' or '.join(_KEY_VARIABLES)}]")
     parser.add_argument("--system-prompt", help="first message of the conversation")
@@ -81,6 +90,23 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, help="randomness [the server's default]")
     parser.add_argument("--stats", action="store_true", help="print the time to the first piece and the rate")
     return parser.parse_args(arguments)
+
+
+def _base_url(options: argparse.Namespace) -> str:
+    """The URL that ends in /v1, or whatever path the user wrote.
+
+    Raises:
+        ConfigError: --url together with --host or --port.
+    """
+    if options.url is None:
+        host = options.host or "127.0.0.1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{8000 if options.port is None else options.port}/v1"
+    if options.host is not None or options.port is not None:
+        raise ConfigError("--url contradicts --host and --port: it names both; leave one or the other out")
+    url: str = options.url.strip().rstrip("/")
+    if "://" not in url:
+        url = f"http://{url}"
+    return url if urllib.parse.urlsplit(url).path else f"{url}/v1"
 
 
 def _converse(client: ChatClient, messages: list[Message], *, stats: bool) -> int:
@@ -95,9 +121,17 @@ def _converse(client: ChatClient, messages: list[Message], *, stats: bool) -> in
         except EOFError:
             sys.stdout.write("\n")
             return 0
-        if question.strip() == "/new":
-            messages = list(opening)
-        if not question.strip() or question.strip() == "/new":
+        if _COMMAND.match(question):
+            command = question.strip()
+            if command == "/exit":
+                return 0
+            if command == "/new":
+                messages = list(opening)
+            else:
+                refusal = "" if command == "/help" else f"there is no {command}; a question may begin with a space. "
+                sys.stdout.write(f"{refusal}{_COMMANDS}\n")
+            continue
+        if not question.strip():
             continue
         asked: list[Message] = [*messages, {"role": "user", "content": question}]
         try:

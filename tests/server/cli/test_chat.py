@@ -128,6 +128,45 @@ def test_connections_that_end_badly_are_one_line(
         assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "form", ["{host}:{port}", "http://{host}:{port}", "http://{host}:{port}/", "{host}:{port}/v1/"]
+)
+def test_urls_as_people_write_them(start: Start, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    server = start(answer)
+    port = server.url.rpartition(":")[2]
+    assert cli.main(["chat", "--url", form.format(host="127.0.0.1", port=port), "-q", "Hi"]) == 0
+    assert capsys.readouterr().out == "Hello\n"
+    assert cli.main(["chat", "--host", "127.0.0.1", "--port", port, "-q", "Hi"]) == 0
+    assert [seen.path for seen in server.seen] == ["/v1/models", "/v1/chat/completions"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "127.0.0.1:9", "--port", "9"], "--url contradicts --host and --port"),
+        (["--quick", " "], "--quick needs a question"),
+        (["--host", "::1", "--port", "9"], "no server answers at http://[::1]:9/v1/models"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert cli.main(["chat", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_commands_of_a_conversation(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = start(answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/clear all\n /clear\n/usr/bin?\n/exit\nnever\n"))
+    assert cli.main(["chat", "--url", server.url, "--model-name", "m"]) == 0
+    assert [seen.body["messages"][-1]["content"] for seen in server.seen] == [" /clear", "/usr/bin?"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("> /new starts over, /help lists the commands")
+    assert lines[2].startswith("> there is no /clear all; a question may begin with a space. /new starts over")
+
+
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "Hi"]) == 1
     assert "no server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
