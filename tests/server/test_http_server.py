@@ -18,10 +18,15 @@ pytestmark = pytest.mark.asyncio
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 HEAD_TIMEOUT_S = 0.3
+BODY_TIMEOUT_S = 0.5
+POST = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\n"
 
 
 async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Takes three times as long as a head may."""
+    """Takes three times as long as a head may. On a path of its own it sends the body back."""
+    if scope["path"] == "/read":
+        await read_app(receive, send)
+        return
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for _ in range(3):
         await asyncio.sleep(HEAD_TIMEOUT_S)
@@ -29,8 +34,20 @@ async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"end"})
 
 
+async def read_app(receive: Receive, send: Send) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"got " + body, "more_body": True})
+    await send({"type": "http.response.body", "body": b"."})
+
+
 @pytest_asyncio.fixture
 async def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
+    monkeypatch.setattr(http_server, "_BODY_TIMEOUT_S", BODY_TIMEOUT_S)
     monkeypatch.setattr(http_server, "_HEAD_TIMEOUT_S", HEAD_TIMEOUT_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = HttpServer(slow_app, listener, ConnectionCounts(tmp_path / "counts", 1, 0))
@@ -74,3 +91,46 @@ async def test_connections_between_requests_stay_open(address: tuple[str, int]) 
             writer.write(REQUEST)
             await reader.readuntil(b"0\r\n\r\n")
             await asyncio.sleep(2 * HEAD_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc"])
+async def test_a_body_that_never_ends(address: tuple[str, int], sent: bytes) -> None:
+    async with connect(address) as (reader, writer):
+        writer.write(POST + sent)
+        answer = await asyncio.wait_for(reader.read(), 10 * BODY_TIMEOUT_S)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"request_timeout"' in answer.partition(b"\r\n\r\n")[2]
+
+
+async def test_a_slow_body(address: tuple[str, int]) -> None:
+    async with connect(address) as (reader, writer):
+        writer.write(POST)
+        for byte in b"abcdef":
+            await asyncio.sleep(0.6 * BODY_TIMEOUT_S)
+            writer.write(bytes([byte]))
+        assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"a\r\ngot abcdef\r\n1\r\n.\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("wish", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("cut", [1, 30, -3, None])
+async def test_upgrades_are_ignored(address: tuple[str, int], wish: bytes, cut: int | None) -> None:
+    """The body arrives, in whatever pieces, and so does the next request."""
+    wishes = b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: " + wish + b"\r\nHTTP2-Settings: AAM\r\n\r\n"
+    async with connect(address) as (reader, writer):
+        request = POST.replace(b"\r\n\r\n", wishes) + b"abcdef" + POST + b"ghijkl"
+        writer.write(request[:cut])
+        await asyncio.sleep(0.05)
+        writer.write(request[cut:] if cut is not None else b"")
+        for body in (b"abcdef", b"ghijkl"):
+            answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"got " + body in answer
+
+
+async def test_http_1_0_knows_no_chunks(address: tuple[str, int]) -> None:
+    async with connect(address) as (reader, writer):
+        writer.write(POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"abcdef")
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert body == b"got abcdef."
