@@ -65,6 +65,9 @@ def _add_routes(app: FastAPI) -> None:
         app.add_api_route("/ping", operations.health, methods=[method], name=f"ping_{method.lower()}")
     app.add_api_route("/version", operations.version, methods=["GET"])
     app.add_api_route("/metrics", operations.metrics, methods=["GET"])
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[BaseModel]) -> None:

@@ -17,9 +17,11 @@ async def list_models(request: Request) -> Response:
 
 
 async def retrieve_model(request: Request) -> Response:
-    """One served name. Names may contain slashes."""
+    """One served name. Names may contain slashes. With none it is the list."""
     context = context_of(request)
     name = request.path_params["model_id"]
+    if not name:
+        return await list_models(request)
     context.check_model(name)
     return json_reply(_model(context, name))
 

@@ -90,6 +90,7 @@ def test_models(client: httpx.Client) -> None:
     models = client.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == [MODEL_NAME, "other/name"]
     assert client.get("/v1/models/other/name").json() == models["data"][1]
+    assert client.get("/v1/models/").json() == models
     assert models["data"][0]["max_model_len"] == 8192
 
 
@@ -165,6 +166,23 @@ def test_operations(client: httpx.Client) -> None:
     assert client.get("/ping").status_code == client.post("/ping").status_code == 200
     assert client.get("/version").json() == {"version": "0.1.0"}
     assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/v1/models", f"/v1/models/{MODEL_NAME}", "/version", "/metrics"])
+def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
+    head, get = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_http_1_0_streams_end_with_the_connection(server: Server) -> None:
+    body = json.dumps(GOOD | {"stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    answer_head, _, events = answer_to(server, head % len(body) + body).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer_head
+    assert b"connection: close" in answer_head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"}\n\ndata: [DONE]\n\n")
 
 
 def test_request_ids(client: httpx.Client) -> None:
