@@ -20,6 +20,9 @@ from tokenmill_server.processing.shown import shown
 
 Message = dict[str, Any]
 
+RESERVED_NAMES = frozenset({"self", "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE})
+"""What templates find without being given it: no variable may have such a name."""
+
 
 class ChatTemplate:
     """One compiled template and the special tokens it may print."""
@@ -42,9 +45,9 @@ class ChatTemplate:
         Raises InvalidRequestError, with the template's own words, if the template rejects the conversation.
         """
         shown = messages if self._knows_developer else [_without_developer_role(message) for message in messages]
-        context = {**self._tokens, **variables}
+        given = {"messages": shown, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=shown, add_generation_prompt=add_generation_prompt, **context)
+            return self._template.render({**self._tokens, **variables, **given})
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:

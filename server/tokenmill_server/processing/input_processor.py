@@ -16,7 +16,12 @@ from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
-from tokenmill_server.processing.sampling_checks import check_priority, check_sampling, check_token_ids
+from tokenmill_server.processing.sampling_checks import (
+    check_priority,
+    check_sampling,
+    check_some_token_is_possible,
+    check_token_ids,
+)
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 TruncationSide = Literal["left", "right"]
@@ -69,6 +74,7 @@ class InputProcessor:
         self.template_variables: Set[str] = frozenset() if template is None else template.variables
         """Names that the chat template reads from outside."""
         self._max_logprobs = config.model.max_logprobs
+        self._eos_token_ids = config.model.eos_token_ids
         self._priorities = config.scheduler.policy == "priority"
         self._last_sampling: tuple[SamplingParams | None, SamplingParams] = (None, SamplingParams())
         self._max_token_bytes = max(map(len, tokenizer.token_bytes), default=1)
@@ -193,6 +199,7 @@ class InputProcessor:
         if sampling.prompt_logprobs == -1:
             changes["prompt_logprobs"] = self.vocab_size
         resolved = msgspec.structs.replace(sampling, **changes)
+        check_some_token_is_possible(resolved, self.vocab_size, self._eos_token_ids)
         self._last_sampling = (sampling, resolved)
         return resolved
 

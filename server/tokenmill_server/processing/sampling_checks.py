@@ -17,6 +17,11 @@ MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 8192
 """Of all together: they are tokenized while other requests wait."""
 
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""What float32 logits survive."""
+MAX_PROMPT_LOGPROBS = 3_000_000
+"""Values in one HTTP reply; a prompt of 131072 tokens with 20 alternatives each has 2.75 million."""
+
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -38,6 +43,38 @@ def check_sampling(sampling: SamplingParams, vocab_size: int, max_logprobs: int)
             "use skip_special_tokens to leave special tokens out",
             "spaces_between_special_tokens",
             "unsupported_parameter",
+        )
+
+
+def check_some_token_is_possible(sampling: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    """Raises InvalidRequestError if everything that is allowed is forbidden too: by `bad_words_token_ids`, or as an
+    end before `min_tokens`."""
+    forbidden = {word[0] for word in sampling.bad_words_token_ids if len(word) == 1}
+    allowed = range(vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
+    if all(token_id in forbidden for token_id in allowed):
+        raise InvalidRequestError("bad_words forbid every token that is allowed", "bad_words")
+    if sampling.min_tokens == 0:
+        return
+    forbidden.update(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        forbidden.update(eos_token_ids)
+    if all(token_id in forbidden for token_id in allowed):
+        raise InvalidRequestError(
+            f"min_tokens is {sampling.min_tokens}, but every token that is allowed ends the answer or is forbidden",
+            "stop_token_ids" if sampling.allowed_token_ids is None else "allowed_token_ids",
+        )
+
+
+def check_num_prompt_logprobs(num_prompt_tokens: int, sampling: SamplingParams, param: str) -> None:
+    """Raises InvalidRequestError for more of them than a reply may hold. `num_prompt_tokens`: of all prompts."""
+    if sampling.prompt_logprobs is None:
+        return
+    num_values = num_prompt_tokens * (sampling.prompt_logprobs + 1) * sampling.n
+    if num_values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{num_values} log-probabilities of prompt tokens are more than the limit of {MAX_PROMPT_LOGPROBS} "
+            "(prompt tokens * (alternatives + 1) * n); ask for fewer alternatives or send fewer prompts at once",
+            param,
         )
 
 
@@ -70,11 +107,7 @@ def _check_numbers(sampling: SamplingParams) -> None:
     _in_range(sampling.frequency_penalty, "frequency_penalty", -2.0, 2.0)
     if not (_is_number(sampling.top_p) and 0.0 < sampling.top_p <= 1.0):
         raise InvalidRequestError(f"top_p must be above 0 and at most 1, got {shown(sampling.top_p)}", "top_p")
-    if not (_is_number(sampling.repetition_penalty) and 0.0 < sampling.repetition_penalty < float("inf")):
-        raise InvalidRequestError(
-            f"repetition_penalty must be a finite number above 0, got {shown(sampling.repetition_penalty)}",
-            "repetition_penalty",
-        )
+    _in_range(sampling.repetition_penalty, "repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     _integer(sampling.top_k, "top_k", -1, _INT64_MAX)
     if sampling.seed is not None:
         _integer(sampling.seed, "seed", _INT64_MIN, _INT64_MAX)

@@ -4,7 +4,7 @@ from collections.abc import Set
 from typing import Any
 
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_server.processing.chat_template import Message, text_of_content
+from tokenmill_server.processing.chat_template import RESERVED_NAMES, Message, text_of_content
 from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.protocol.fields import GenerationFields, Int, List
@@ -51,6 +51,8 @@ def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set
     reserved = {"messages", "add_generation_prompt"} & variables.keys()
     if reserved:
         raise InvalidRequestError(f"{min(reserved)} has a field of its own", "chat_template_kwargs")
+    if names := RESERVED_NAMES & variables.keys():
+        raise InvalidRequestError(f"{min(names)} is a name that templates need themselves", "chat_template_kwargs")
     if request.documents is not None:
         variables["documents"] = request.documents
     if request.reasoning_effort is not None:

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 MAX_STOP_STRINGS = 4
-_INTEGER = re.compile(r"^-?\d{1,19}$")
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 _MAX_BIAS = 100.0
 _MAX_CACHE_SALT_CHARS = 128
 _MAX_REQUEST_ID_CHARS = 256
@@ -172,7 +172,7 @@ def _parse_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
     for key in bias:
-        if _INTEGER.match(key) is None:
+        if _TOKEN_ID.fullmatch(key) is None:
             raise InvalidRequestError(f"logit_bias keys are token ids, got {shown(key)}", "logit_bias")
     return {int(key): max(-_MAX_BIAS, min(_MAX_BIAS, value)) for key, value in bias.items()}
 

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tokenmill_server.processing.generation import TokenLogprob
+import msgspec
+
+from tokenmill_server.processing.generation import RequestOutput, TokenLogprob
+from tokenmill_server.processing.sse import json_bytes
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -34,12 +37,12 @@ class LogprobFormatter:
                 text if entry is None or not self._as_token_ids else f"token_id:{entry.token_id}"
                 for entry, text in zip(entries, texts, strict=True)
             ],
-            "top_logprobs": [None if entry is None else self._completion_top(entry) for entry in entries],
+            "top_logprobs": _encoded(None if entry is None else self._completion_top(entry) for entry in entries),
         }
 
-    def prompt(self, entries: Iterable[TokenLogprob | None]) -> list[Json | None]:
+    def prompt(self, entries: Iterable[TokenLogprob | None]) -> msgspec.Raw:
         """`prompt_logprobs`: for each prompt token a map from token id to probability, rank and text."""
-        return [None if entry is None else self._prompt_entry(entry) for entry in entries]
+        return _encoded(None if entry is None else self._prompt_entry(entry) for entry in entries)
 
     def name(self, token_id: int) -> str:
         """Text of a token alone. Half a character is spelled as its bytes, as OpenAI does."""
@@ -73,3 +76,18 @@ class LogprobFormatter:
             str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self.name(token_id)}
             for token_id, logprob, rank in [*ranked, own]
         }
+
+
+def num_logprobs(outputs: Iterable[RequestOutput]) -> int:
+    """How many values an answer with `outputs` holds, about."""
+    total = 0
+    for output in outputs:
+        prompt = output.prompt_logprobs or ()
+        lists = [prompt] * len(output.outputs) + [choice.logprobs or () for choice in output.outputs]
+        total += sum(len(entries) * (1 + len(entries[-1].top if entries[-1] else ())) for entries in lists if entries)
+    return total
+
+
+def _encoded(entries: Iterable[Json | None]) -> msgspec.Raw:
+    """A JSON list. Encoded one by one, no entry lives long, and no single call keeps other threads from running."""
+    return msgspec.Raw(b"[" + b",".join(map(json_bytes, entries)) + b"]")

@@ -3,11 +3,12 @@
 from fastapi import Request
 from starlette.responses import Response
 
+from tokenmill_server.processing.sampling_checks import check_num_prompt_logprobs
 from tokenmill_server.protocol.chat import ChatRequest, chat_options, parse_messages
 from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
-from tokenmill_server.protocol.logprobs import LogprobFormatter
+from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
 from tokenmill_server.protocol.replies import chat_reply
-from tokenmill_server.routes.bodies import json_reply
+from tokenmill_server.routes.bodies import large_json_reply
 from tokenmill_server.routes.replying import while_connected
 from tokenmill_server.routes.requests import open_call
 
@@ -36,6 +37,7 @@ async def create_chat_completion(request: Request) -> Response:
         priority=call.priority,
         cache_salt=fields.cache_salt,
     )
+    check_num_prompt_logprobs(len(prompt.token_ids), generation_request.sampling, "prompt_logprobs")
     head = call.head("chatcmpl")
     formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
     echo = messages[-1]["content"] if fields.echo and messages[-1]["role"] == "assistant" else ""
@@ -45,4 +47,8 @@ async def create_chat_completion(request: Request) -> Response:
         return call.stream(session, [generation_request], lambda _: ChoiceStream(session, shape, sampling.n))
     work = call.context.generator.complete(generation_request, call.pinned_engine)
     output = await while_connected(request, work)
-    return json_reply(chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)), call.headers)
+    return await large_json_reply(
+        lambda: chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)),
+        num_logprobs([output]),
+        call.headers,
+    )

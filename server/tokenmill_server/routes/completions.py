@@ -1,5 +1,6 @@
 """POST /v1/completions"""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,14 +12,14 @@ from tokenmill_engine.messages import FinishReason
 from tokenmill_server.processing.generation import CompletionOutput, GenerationRequest, RequestOutput
 from tokenmill_server.processing.input_processor import Prompt
 from tokenmill_server.processing.output_processor import Generation
-from tokenmill_server.processing.sampling_checks import MAX_CHOICES
+from tokenmill_server.processing.sampling_checks import MAX_CHOICES, check_num_prompt_logprobs
 from tokenmill_server.processing.sse import DONE
 from tokenmill_server.protocol.chunks import ChoiceStream, CompletionShape
 from tokenmill_server.protocol.completions import CompletionRequest
 from tokenmill_server.protocol.echo import EchoedPrompt, echo_prompt
-from tokenmill_server.protocol.logprobs import LogprobFormatter
+from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
 from tokenmill_server.protocol.replies import Json, Usage, completion_reply, usage_of
-from tokenmill_server.routes.bodies import json_reply
+from tokenmill_server.routes.bodies import large_json_reply
 from tokenmill_server.routes.replying import while_connected
 from tokenmill_server.routes.requests import Call, open_call
 
@@ -38,8 +39,11 @@ async def create_completion(request: Request) -> Response:
         )
     work = call.context.generator.complete_all(job.requests, call.pinned_engine)
     outputs = await while_connected(request, work)
-    choices = _choices(outputs, fields, job)
-    return json_reply(completion_reply(head, choices, usage_of(outputs)), call.headers)
+    return await large_json_reply(
+        lambda: completion_reply(head, _choices(outputs, fields, job), usage_of(outputs)),
+        num_logprobs(outputs),
+        call.headers,
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,6 +93,11 @@ async def _prepare(call: Call, fields: CompletionRequest) -> _Job:
         )
         for prompt in prompts
     ]
+    check_num_prompt_logprobs(
+        sum(len(prompt.token_ids) for prompt in prompts),
+        requests[0].sampling,
+        "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
+    )
     formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
     return _Job(requests, sampling.n, limit == 0, formatter, call)
 
@@ -152,10 +161,12 @@ async def _prompt_only(call: Call, fields: CompletionRequest, job: _Job) -> Resp
             completion.text, completion.token_ids = "", []
             completion.finish_reason, completion.stop_reason = FinishReason.LENGTH, None
             completion.logprobs = None if fields.logprobs is None else []
-    choices = _choices(outputs, fields, job)
     head, usage = call.head("cmpl"), usage_of(outputs)
     if not fields.stream:
-        return json_reply(completion_reply(head, choices, usage), call.headers)
+        return await large_json_reply(
+            lambda: completion_reply(head, _choices(outputs, fields, job), usage), num_logprobs(outputs), call.headers
+        )
+    choices = await asyncio.to_thread(_choices, outputs, fields, job)
     return _streamed(call, fields, choices, usage)
 
 

@@ -87,7 +87,11 @@ def test_special_tokens_are_hidden_unless_asked_for(client: httpx.Client) -> Non
         *[("stop", value) for value in ("", [""], ["a"] * 5, 7, [7], ["x" * 1025])],
         *[("stop_token_ids", value) for value in ([-1], [49152], ["a"], 7)],
         *[("logit_bias", value) for value in ([1], "x", {"5": "x"})],
-        *[("logit_bias", {key: 5}) for key in ("99999999", "-1", "abc", "49152", "1.5", "")],
+        *[
+            ("logit_bias", {key: 5})
+            for key in ("99999999", "-1", "abc", "49152", "1.5", "", "-0", "01", "+1", "1\n", "\u0661")
+        ],
+        *[("repetition_penalty", value) for value in (1e-300, 1e300)],
         *[("allowed_token_ids", value) for value in ([], [49152])],
         *[("bad_words", value) for value in ([""], "x", ["x"] * 129, ["x" * 200_000])],
         ("spaces_between_special_tokens", False),
@@ -279,3 +283,21 @@ def test_priority_under_its_policy() -> None:
             assert is_error(client.post(PATH, json=completion(), headers={"X-Data-Parallel-Rank": wrong}), 400)
         for wrong in (2**63, -(2**63) - 1):
             assert is_error(client.post(PATH, json=completion(priority=wrong)), 400, "priority")
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "range", "raise_exception"])
+def test_names_that_no_template_variable_may_have(client: httpx.Client, name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "chat_template_kwargs": {name: 1}}
+    assert is_error(client.post(CHAT, json=body), 400, "chat_template_kwargs")
+
+
+def test_nothing_to_choose_from(client: httpx.Client) -> None:
+    fields = {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}
+    assert is_error(client.post(PATH, json=completion(**fields)), 400, "allowed_token_ids")
+
+
+def test_prompt_logprobs_of_many_prompts(client: httpx.Client) -> None:
+    prompts = [[1] * 1000] * 150
+    assert is_error(client.post(PATH, json=completion(prompt=prompts, prompt_logprobs=20)), 400, "prompt_logprobs")
+    echoed = completion(prompt=prompts, logprobs=20, echo=True)
+    assert is_error(client.post(PATH, json=echoed), 400, "logprobs")

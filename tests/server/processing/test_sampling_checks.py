@@ -5,7 +5,11 @@ import pytest
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_server.processing.sampling_checks import check_sampling
+from tokenmill_server.processing.sampling_checks import (
+    check_num_prompt_logprobs,
+    check_sampling,
+    check_some_token_is_possible,
+)
 
 VOCAB_SIZE = 100
 
@@ -41,7 +45,7 @@ def test_accepted(fields: dict[str, Any]) -> None:
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
         *[("presence_penalty", value) for value in (-2.1, 2.1, math.nan)],
         *[("frequency_penalty", value) for value in (-2.1, 2.1, math.inf)],
-        *[("repetition_penalty", value) for value in (0.0, -1.0, math.nan, math.inf)],
+        *[("repetition_penalty", value) for value in (0.0, -1.0, 1e-300, 0.009, 101, math.nan, math.inf)],
         *[("seed", value) for value in (2**63, -(2**63) - 1, 1.5)],
         *[("n", value) for value in (0, -1, 1025, 1.0)],
         *[("max_tokens", value) for value in (0, -1)],
@@ -67,3 +71,45 @@ def test_no_limit_on_logprobs() -> None:
     check(max_logprobs=-1, logprobs=-1, prompt_logprobs=VOCAB_SIZE)
     with pytest.raises(InvalidRequestError):
         check(max_logprobs=-1, logprobs=VOCAB_SIZE + 1)
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("allowed_token_ids", {"allowed_token_ids": (2,), "min_tokens": 1}),
+        ("allowed_token_ids", {"allowed_token_ids": (2, 7), "stop_token_ids": (7,), "min_tokens": 1}),
+        ("allowed_token_ids", {"allowed_token_ids": (2, 8), "bad_words_token_ids": ((8,),), "min_tokens": 1}),
+        ("stop_token_ids", {"stop_token_ids": tuple(range(VOCAB_SIZE)), "min_tokens": 1}),
+        ("stop_token_ids", {"stop_token_ids": (0, 1, *range(3, VOCAB_SIZE)), "min_tokens": 1}),
+        ("bad_words", {"allowed_token_ids": (8,), "bad_words_token_ids": ((8,),)}),
+    ],
+)
+def test_nothing_to_choose_from(param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_some_token_is_possible(SamplingParams(**fields), VOCAB_SIZE, (2,))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"min_tokens": 5},
+        {"allowed_token_ids": (2,)},
+        {"allowed_token_ids": (2,), "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": (2, 8), "min_tokens": 1, "bad_words_token_ids": ((8, 9),)},
+        {"stop_token_ids": tuple(range(VOCAB_SIZE))},
+    ],
+)
+def test_something_to_choose_from(fields: dict[str, Any]) -> None:
+    check_some_token_is_possible(SamplingParams(**fields), VOCAB_SIZE, (2,))
+
+
+def test_prompt_logprobs_of_one_reply() -> None:
+    most = SamplingParams(prompt_logprobs=20)
+    check_num_prompt_logprobs(131072, most, "prompt_logprobs")
+    check_num_prompt_logprobs(10**9, SamplingParams(), "prompt_logprobs")
+    for num_tokens, sampling in ((8 * 131072, most), (131072, SamplingParams(prompt_logprobs=20, n=2))):
+        with pytest.raises(InvalidRequestError, match="more than the limit of 3000000") as caught:
+            check_num_prompt_logprobs(num_tokens, sampling, "prompt_logprobs")
+        assert caught.value.param == "prompt_logprobs"
