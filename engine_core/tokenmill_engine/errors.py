@@ -17,6 +17,8 @@ A start error's message is one line that names the wrong number and the flag val
 A request error names the field. Nothing here knows of HTTP; the server maps the tree in one table.
 """
 
+import errno
+
 
 class TokenmillError(Exception):
     """Base of every deliberate error."""
@@ -86,3 +88,10 @@ class EngineStartingError(OverloadedError):
 
 class EngineDeadError(EngineError):
     """The engine process exited or lost its device."""
+
+
+def describe_os_error(error: Exception) -> str:
+    """What the system refused, for somebody who can change that."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        return "too many open files: raise `ulimit -n`"
+    return str(error)

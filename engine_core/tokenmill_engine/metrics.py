@@ -18,7 +18,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.values import ValueClass
 
+from tokenmill_engine.ipc.files import reserve
 from tokenmill_engine.messages import EngineLoad, FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,6 +41,9 @@ PARAMS_N_BUCKETS = (1, 2, 5, 10, 20)
 NUM_PREEMPTIONS_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 HTTP_DURATION_BUCKETS = (0.1, 0.5, 1.0)
 
+_FEW_SERIES_BYTES = 256 << 10
+_HISTOGRAM_BYTES = 1 << 20
+"""Space for the values of one process; an engine's histograms take about 50 KiB in each namespace."""
 _FINISHED_REASONS = (*(str(reason) for reason in FinishReason), "repetition")
 _TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _WAITING_REASONS = ("capacity", "deferred")
@@ -164,6 +169,23 @@ def _prefixes(namespaces: Iterable[str]) -> list[str]:
     return [f"{namespace}:" for namespace in namespaces]
 
 
+def _reserve_files(num_engines: int, num_namespaces: int) -> None:
+    """Takes the space of this process's files before prometheus-client maps them; it would take it only when written.
+
+    Raises:
+        StartupError: there is none.
+    """
+    if not getattr(ValueClass, "_multiprocess", False):
+        return
+    sizes = {
+        "counter": _FEW_SERIES_BYTES,
+        "gauge_mostrecent": _FEW_SERIES_BYTES,
+        "histogram": max(_HISTOGRAM_BYTES, num_engines * num_namespaces * _HISTOGRAM_BYTES // 8),
+    }
+    for kind, size in sizes.items():
+        reserve(os.path.join(os.environ["PROMETHEUS_MULTIPROC_DIR"], f"{kind}_{os.getpid()}.db"), size)
+
+
 class EngineMetrics:
     """What one engine core exports. Written by its main thread alone."""
 
@@ -175,6 +197,7 @@ class EngineMetrics:
         namespaces: Sequence[str] = ("tokenmill",),
         registry: CollectorRegistry | None = None,
     ) -> None:
+        _reserve_files(1, len(namespaces))
         self._registry = registry or CollectorRegistry()
         self._prefixes = _prefixes(namespaces)
         self._engine = str(engine)
@@ -284,6 +307,7 @@ class FrontendMetrics:
         namespaces: Sequence[str] = ("tokenmill",),
         registry: CollectorRegistry | None = None,
     ) -> None:
+        _reserve_files(num_engines, len(namespaces))
         registry = registry or CollectorRegistry()
         prefixes = _prefixes(namespaces)
         engines = [{"engine": str(engine)} for engine in range(num_engines)]

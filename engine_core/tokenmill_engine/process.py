@@ -5,6 +5,7 @@ ever makes the loop wait. The launcher decides when the process ends: SIGTERM me
 """
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -24,7 +25,7 @@ import zmq
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.engine import EngineCore, Executor, Output
-from tokenmill_engine.errors import TokenmillError
+from tokenmill_engine.errors import TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import EngineControl, EngineStart, StartFailed
 from tokenmill_engine.ipc.ids import client_identity, incarnation_of
@@ -253,6 +254,8 @@ def main() -> NoReturn:
     except Exception as error:
         if not os.path.isdir(start.run_dir):
             _fail_start(channel, f"{name} cannot start: the folder {start.run_dir} was removed")
+        if isinstance(error, OSError | zmq.ZMQError):
+            _fail_start(channel, f"{name} cannot start: {describe_os_error(error)}")
         logger.exception("%s cannot start", name)
         _fail_start(channel, f"{name} cannot start: {type(error).__name__}: {error}")
     signal.signal(signal.SIGTERM, lambda _number, _frame: process.inbox.stop())
@@ -294,8 +297,9 @@ def _exit_on_signal(_number: int, _frame: FrameType | None) -> None:
 def _exit(status: int) -> NoReturn:
     """End at once: the interpreter's orderly end would pull native code from under threads that are inside it."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, not there
+            stream.flush()
     os._exit(status)
 
 

@@ -13,6 +13,8 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from tokenmill_engine.ipc.files import reserve
+
 logger = logging.getLogger(__name__)
 
 _CELL = struct.Struct("=q")
@@ -28,8 +30,8 @@ class ConnectionCounts:
 
     def __init__(self, path: Path, num_servers: int, own: int) -> None:
         size = _CELL.size * num_servers
-        with path.open("a+b") as file:
-            file.truncate(size)
+        reserve(path, size)
+        with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
         self._num_servers = num_servers
         self._own = own

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+import zmq
 
 from tokenmill_engine.config.model_files import read_tokenizer_facts
-from tokenmill_engine.errors import EngineDeadError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, Serving, StartFailed
 from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated
@@ -76,10 +77,9 @@ def main() -> None:
     except TokenmillError as error:
         channel.send(StartFailed(str(error)))
         sys.exit(1)
-    except FileNotFoundError:
-        if os.path.isdir(start.run_dir):
-            raise
-        channel.send(StartFailed(f"API server {start.client} cannot start: the folder {start.run_dir} was removed"))
+    except (OSError, zmq.ZMQError) as error:
+        reason = describe_os_error(error) if os.path.isdir(start.run_dir) else f"the folder {start.run_dir} was removed"
+        channel.send(StartFailed(f"API server {start.client} cannot start: {reason}"))
         sys.exit(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.run())

@@ -35,6 +35,7 @@ def spawn_child(
     terminal reaches the launcher alone. Call it from the main thread: the child asks the kernel to be told when the
     *thread* that started it ends. `env` None inherits ours.
     """
+    open_standard_descriptors()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         # -P: a file in the user's current folder must not be taken for a module of ours or of a library.
@@ -45,6 +46,24 @@ def spawn_child(
             pass_fds=(theirs.fileno(), *pass_fds),
             env=dict(env) if env is not None else None,
             stdin=subprocess.DEVNULL,
+            cwd=_usable_folder(),
             process_group=0,
         )
     return ChildProcess(process, ControlChannel(ours, message_type))
+
+
+def open_standard_descriptors() -> None:
+    """Puts /dev/null where standard input, output or error are closed. Whatever is opened next would take such a
+    number, and a child would write its log into it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _usable_folder() -> str | None:
+    """None: the current one. Some libraries do not load in one that was deleted."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "/"
+    return None

@@ -5,23 +5,21 @@ Every checkpoint tensor goes straight to its final place on the device, in runs,
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
-from tqdm import tqdm
 
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.mapping import Destination, match_gguf, match_safetensors
 from tokenmill_engine.models.registry import model_class
 from tokenmill_engine.models.weights import GGUFSource, SafetensorsSource, WeightSource
+from tokenmill_engine.progress import log_progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +28,6 @@ _CPU_RUN_ELEMENTS = 1 << 18
 """Small enough that dequantization stays in the second-level cache."""
 _CUDA_RUN_ELEMENTS = 1 << 23
 """Large enough that copies reach the bus's speed."""
-_PROGRESS_INTERVAL_S = 5.0
-"""Between lines of progress when nobody watches a terminal."""
 
 
 def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = True) -> DenseDecoder:
@@ -95,7 +91,7 @@ def _run_copies(
     total = sum(destination.target.nbytes for destination in destinations)
     futures = {pool.submit(copy): nbytes for copy, nbytes in runs}
     try:
-        with _progress_bar(total) as bar:
+        with log_progress_bar(logger, total=total, desc="loading weights", unit="B", unit_scale=True) as bar:
             for future in as_completed(futures):
                 future.result()
                 bar.update(futures[future])
@@ -104,18 +100,6 @@ def _run_copies(
             future.cancel()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _progress_bar(total_bytes: int) -> "tqdm[NoReturn]":
-    terminal = sys.stderr.isatty()
-    return tqdm(
-        total=total_bytes,
-        desc="loading weights",
-        unit="B",
-        unit_scale=True,
-        disable=not (terminal or logger.isEnabledFor(logging.INFO)),
-        mininterval=0.1 if terminal else _PROGRESS_INTERVAL_S,
-    )
 
 
 def _runs(

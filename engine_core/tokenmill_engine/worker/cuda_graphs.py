@@ -1,14 +1,13 @@
 """CUDA graphs of the forward pass for batches in which every request has one token."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from tqdm import tqdm
 
 from tokenmill_engine.attention.batch import ForwardBatch
+from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker.model_runner import Forward
 
 logger = logging.getLogger(__name__)
@@ -45,9 +44,7 @@ class GraphedForward:
         later batches will use. All graphs share one memory pool, so the largest goes first."""
         started = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        disable = not (sys.stderr.isatty() or logger.isEnabledFor(logging.INFO))
-        interval = 0.1 if sys.stderr.isatty() else 5.0
-        for size in tqdm(sorted(sizes, reverse=True), "capturing CUDA graphs", disable=disable, mininterval=interval):
+        for size in log_progress_bar(logger, sorted(sizes, reverse=True), desc="capturing CUDA graphs"):
             batch = batch_of(size)
             # Kernels compile when they first run, which a capture does not allow.
             self._forward(batch, None)

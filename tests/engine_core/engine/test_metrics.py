@@ -206,3 +206,16 @@ def test_values_of_dead_and_restarted_processes_add_up_exactly(tmp_path: Path) -
     assert types["tokenmill:num_requests_running"] == "gauge"
     assert types["tokenmill:generation_tokens_total"] == "counter"
     assert types["tokenmill:iteration_tokens_total"] == "histogram"
+
+
+@pytest.mark.parametrize("metrics", ["EngineMetrics('m', 0, 4096)", "FrontendMetrics('m', 2, 4096)"])
+def test_files_have_all_their_space_from_the_start(metrics: str, tmp_path: Path) -> None:
+    """A page that is missing when the disk is full is a SIGBUS."""
+    script = f"from tokenmill_engine.metrics import *; {metrics}"
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    files = {path.name.rpartition("_")[0]: path.stat() for path in tmp_path.iterdir()}
+    assert set(files) == {"counter", "gauge_mostrecent", "histogram"}
+    for status in files.values():
+        assert status.st_blocks * 512 >= status.st_size >= 256 << 10
+    render_metrics(str(tmp_path))
