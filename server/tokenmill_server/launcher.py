@@ -70,7 +70,7 @@ def serve(configuration: Configuration) -> int:
         StartupError: the port is taken, or a process could not start.
         EngineDeadError: an engine core died; every open request was answered first, as far as possible.
     """
-    with Watcher() as watcher, RunDir() as run_dir, watcher.watch_signals(_stop_signals()):
+    with Watcher() as watcher, watcher.watch_signals(_stop_signals(), restore=False), RunDir() as run_dir:
         listener = bind(configuration.server)
         launcher = Launcher(configuration, listener, run_dir, watcher)
         try:

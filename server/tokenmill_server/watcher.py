@@ -78,9 +78,10 @@ class Watcher:
         self._selector.register(child.channel, selectors.EVENT_READ, key)
         self._talking.add(key)
 
-    def watch_signals(self, numbers: Iterable[signal.Signals]) -> "WatchedSignals":
-        """Within the returned context these signals become `Signalled` events. Main thread only."""
-        return WatchedSignals(self._selector, numbers)
+    def watch_signals(self, numbers: Iterable[signal.Signals], restore: bool = True) -> "WatchedSignals":
+        """Within the returned context these signals become `Signalled` events. Main thread only. After it their
+        earlier handlers are back, or, without `restore`, they are ignored: the process ends anyway."""
+        return WatchedSignals(self._selector, numbers, restore)
 
     def wait(self, timeout_s: float | None) -> list[Event]:
         """Blocks until something happened, or for `timeout_s` seconds (None: for ever)."""
@@ -134,11 +135,12 @@ class Watcher:
 
 
 class WatchedSignals:
-    """Turns signals into readable bytes while the context is entered; earlier handlers come back afterwards."""
+    """Turns signals into readable bytes while the context is entered."""
 
-    def __init__(self, selector: selectors.BaseSelector, numbers: Iterable[signal.Signals]) -> None:
+    def __init__(self, selector: selectors.BaseSelector, numbers: Iterable[signal.Signals], restore: bool) -> None:
         self._selector = selector
         self._numbers = tuple(numbers)
+        self._restore = restore
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> None:
@@ -152,7 +154,7 @@ class WatchedSignals:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if self._restore else signal.SIG_IGN)
         signal.set_wakeup_fd(self._previous_fd)
         self._selector.unregister(self._reader)
         self._reader.close()

@@ -1,12 +1,18 @@
 """`tokenmill serve [MODEL] [flags]`."""
 
+import resource
 import sys
 from collections.abc import Sequence
 
+from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.lifecycle import set_title
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.help import help_text
+
+_MIN_OPEN_FILES = 128
+"""For a process of ours, with some connections."""
+_OPEN_FILES = 65536
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     configure_logging("INFO", "launcher")
     values = read_flags(arguments)
     configure_logging(values["log_level"], "launcher")
+    _check_open_files()
     # Not before the flags are known to be right: a mistake should not wait for these imports.
     from tokenmill_server.flags.build import build_configuration
     from tokenmill_server.launcher import serve
@@ -30,3 +37,17 @@ def main(arguments: Sequence[str]) -> int:
     configuration = build_configuration(values)
     set_title("launcher")
     return serve(configuration)
+
+
+def _check_open_files() -> None:
+    """Every connection is an open file: the limit for this process and its children becomes as high as is allowed.
+
+    Raises:
+        StartupError: it is too low, and libraries would abort.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < _MIN_OPEN_FILES:
+        raise StartupError(f"too many open files: only {allowed} are allowed; raise `ulimit -n` to 1024 or more")
