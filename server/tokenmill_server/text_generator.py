@@ -94,7 +94,9 @@ class TextGenerator:
             failures = [error for _, collector in started if (error := collector.failure()) is not None]
             if failures:
                 raise failures[0]
-            return [collector.result(generation) for generation, collector in started]
+            if requests and requests[0].sampling.prompt_logprobs is not None:
+                return await asyncio.to_thread(_results, started)
+            return _results(started)
         finally:
             for generation, _ in started:
                 self.close_generation(generation)
@@ -219,6 +221,10 @@ class _Step:
         self.time = now
         self.latencies: list[float] = []
         self.stopped: list[int] = []
+
+
+def _results(finished: Sequence[tuple[Generation, Collector]]) -> list[RequestOutput]:
+    return [collector.result(generation) for generation, collector in finished]
 
 
 def _engine_requests(generation: Generation) -> list[AddRequest]:

@@ -59,7 +59,7 @@ class Collector:
             prompt_token_ids=request.prompt_token_ids,
             outputs=outputs,
             num_cached_tokens=generation.num_cached_tokens,
-            prompt_logprobs=generation.prompt_logprobs,
+            prompt_logprobs=generation.prompt_logprobs(),
         )
 
 

@@ -31,13 +31,13 @@ class Generation:
     """The state of one prompt's choices. Done when `num_open` is 0."""
 
     __slots__ = (
+        "_prompt_logprobs",
         "choices",
         "engine",
         "first_token_time",
         "listener",
         "num_cached_tokens",
         "num_open",
-        "prompt_logprobs",
         "request",
     )
 
@@ -48,7 +48,7 @@ class Generation:
         self.engine = engine
         self.num_cached_tokens = 0
         self.first_token_time: float | None = None
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None if sampling.prompt_logprobs is None else [None]
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self.choices = [Choice(index, self, tokenizer) for index in range(sampling.n)]
         self.num_open = sampling.n
 
@@ -59,9 +59,19 @@ class Generation:
 
     def add_prompt_logprobs(self, choice: "Choice", message: TokenLogprobs) -> None:
         """All choices compute the same ones; those of the first count."""
-        if self.prompt_logprobs is not None and choice.index == 0:
-            missing = len(self.request.prompt_token_ids) - len(self.prompt_logprobs)
-            self.prompt_logprobs.extend(unpack_logprobs(message)[:missing])
+        if choice.index == 0:
+            self._prompt_logprobs.append(message)
+
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """One entry per prompt token, the first of them None; None if they were not asked for. Takes a microsecond per
+        value, of which there may be millions."""
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        entries: list[TokenLogprob | None] = [None]
+        for message in self._prompt_logprobs:
+            entries.extend(unpack_logprobs(message))
+        del entries[len(self.request.prompt_token_ids) :]
+        return entries
 
 
 class Choice:

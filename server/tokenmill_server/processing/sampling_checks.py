@@ -21,6 +21,8 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """What float32 logits survive."""
 MAX_PROMPT_LOGPROBS = 3_000_000
 """Values in one HTTP reply; a prompt of 131072 tokens with 20 alternatives each has 2.75 million."""
+MAX_STREAMED_PROMPT_LOGPROBS = 50_000
+"""In one stream (`echo`), where they are written between the tokens of others."""
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -65,14 +67,16 @@ def check_some_token_is_possible(sampling: SamplingParams, vocab_size: int, eos_
         )
 
 
-def check_num_prompt_logprobs(num_prompt_tokens: int, sampling: SamplingParams, param: str) -> None:
+def check_num_prompt_logprobs(
+    num_prompt_tokens: int, sampling: SamplingParams, param: str, limit: int = MAX_PROMPT_LOGPROBS
+) -> None:
     """Raises InvalidRequestError for more of them than a reply may hold. `num_prompt_tokens`: of all prompts."""
     if sampling.prompt_logprobs is None:
         return
     num_values = num_prompt_tokens * (sampling.prompt_logprobs + 1) * sampling.n
-    if num_values > MAX_PROMPT_LOGPROBS:
+    if num_values > limit:
         raise InvalidRequestError(
-            f"{num_values} log-probabilities of prompt tokens are more than the limit of {MAX_PROMPT_LOGPROBS} "
+            f"{num_values} log-probabilities of prompt tokens are more than the limit of {limit} "
             "(prompt tokens * (alternatives + 1) * n); ask for fewer alternatives or send fewer prompts at once",
             param,
         )

@@ -12,7 +12,12 @@ from tokenmill_engine.messages import FinishReason
 from tokenmill_server.processing.generation import CompletionOutput, GenerationRequest, RequestOutput
 from tokenmill_server.processing.input_processor import Prompt
 from tokenmill_server.processing.output_processor import Generation
-from tokenmill_server.processing.sampling_checks import MAX_CHOICES, check_num_prompt_logprobs
+from tokenmill_server.processing.sampling_checks import (
+    MAX_CHOICES,
+    MAX_PROMPT_LOGPROBS,
+    MAX_STREAMED_PROMPT_LOGPROBS,
+    check_num_prompt_logprobs,
+)
 from tokenmill_server.processing.sse import DONE
 from tokenmill_server.protocol.chunks import ChoiceStream, CompletionShape
 from tokenmill_server.protocol.completions import CompletionRequest
@@ -61,7 +66,7 @@ class _Job:
     def echo(self, generation: Generation) -> EchoedPrompt:
         request = generation.request
         tokenizer = self.call.context.inputs.tokenizer
-        return echo_prompt(tokenizer, request.prompt, request.prompt_token_ids, generation.prompt_logprobs)
+        return echo_prompt(tokenizer, request.prompt, request.prompt_token_ids, generation.prompt_logprobs())
 
 
 async def _prepare(call: Call, fields: CompletionRequest) -> _Job:
@@ -97,6 +102,7 @@ async def _prepare(call: Call, fields: CompletionRequest) -> _Job:
         sum(len(prompt.token_ids) for prompt in prompts),
         requests[0].sampling,
         "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
+        MAX_STREAMED_PROMPT_LOGPROBS if fields.stream and limit else MAX_PROMPT_LOGPROBS,
     )
     formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
     return _Job(requests, sampling.n, limit == 0, formatter, call)

@@ -301,3 +301,6 @@ def test_prompt_logprobs_of_many_prompts(client: httpx.Client) -> None:
     assert is_error(client.post(PATH, json=completion(prompt=prompts, prompt_logprobs=20)), 400, "prompt_logprobs")
     echoed = completion(prompt=prompts, logprobs=20, echo=True)
     assert is_error(client.post(PATH, json=echoed), 400, "logprobs")
+    streamed = completion(prompt=prompts[:3], logprobs=20, echo=True, stream=True)
+    assert is_error(client.post(PATH, json=streamed), 400, "logprobs")
+    assert client.post(PATH, json=streamed | {"stream": False}).status_code == 200

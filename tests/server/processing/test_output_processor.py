@@ -135,7 +135,7 @@ def test_prompt_logprobs_arrive_in_pieces_and_from_every_choice(tokenizer: Token
     for choice in generation.choices:
         generation.add_prompt_logprobs(choice, logprobs_of(prompt[1:3]))
         generation.add_prompt_logprobs(choice, logprobs_of(prompt[3:]))
-    entries = generation.prompt_logprobs
+    entries = generation.prompt_logprobs()
     assert entries is not None
     assert [entry and entry.token_id for entry in entries] == [None, 505, 506, 507]
 
