@@ -10,7 +10,7 @@ import pytest
 
 # A developer's own settings must not change a test's outcome; child processes inherit this environment.
 for _name in list(os.environ):
-    if _name.startswith(("TOKENMILL_", "VLLM_")) and _name != "TOKENMILL_CACHE_DIR":
+    if _name.startswith(("TOKENMILL_", "VLLM_")) and _name not in ("TOKENMILL_CACHE_DIR", "TOKENMILL_TEST_GGUF"):
         del os.environ[_name]
 for _name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "PROMETHEUS_MULTIPROC_DIR", "HF_TOKEN"):
     os.environ.pop(_name, None)
