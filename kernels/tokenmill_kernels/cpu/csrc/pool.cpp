@@ -1,5 +1,7 @@
 #include "pool.hpp"
 
+#include <sched.h>
+
 #include <chrono>
 
 #if defined(__x86_64__)
@@ -9,7 +11,15 @@
 namespace tokenmill {
 namespace {
 
-constexpr auto kSpinTime = std::chrono::microseconds(60);
+using std::chrono::microseconds;
+
+// Between regions: what the caller needs from one native call to the next.
+constexpr microseconds kIdleSpin{60};
+// At a barrier everybody else is about to arrive. Sleeping here would hide from the operating system that two threads
+// of the team share a core, and it would leave them there: one runnable thread a core looks balanced.
+constexpr microseconds kBarrierSpin{5000};
+// After this long a waiting thread offers its core to whoever wants it, perhaps the thread it waits for.
+constexpr microseconds kYieldAfter{20};
 
 void pause() {
 #if defined(__x86_64__)
@@ -19,15 +29,17 @@ void pause() {
 #endif
 }
 
-// Returns when `value` is no longer `old`.
-void wait_for_change(const std::atomic<int>& value, int old) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
-  do {
+// Returns when `value` is no longer `old`: spins for a while, then sleeps.
+void wait_for_change(const std::atomic<int>& value, int old, microseconds spin) {
+  const auto start = std::chrono::steady_clock::now();
+  for (microseconds waited{0}; waited < spin;
+       waited = std::chrono::duration_cast<microseconds>(std::chrono::steady_clock::now() - start)) {
     for (int i = 0; i < 32; ++i) {
       if (value.load(std::memory_order_acquire) != old) return;
       pause();
     }
-  } while (std::chrono::steady_clock::now() < deadline);
+    if (waited > kYieldAfter) sched_yield();
+  }
   value.wait(old, std::memory_order_acquire);
 }
 
@@ -69,7 +81,7 @@ void ThreadPool::stop() {
 void ThreadPool::serve(int index, int count, int epoch) {
   Worker worker(this, index, count);
   for (;; ++epoch) {
-    wait_for_change(epoch_.value, epoch);
+    wait_for_change(epoch_.value, epoch, kIdleSpin);
     if (region_ == nullptr) return;
     region_(context_, worker);
     arrive(count);
@@ -94,7 +106,7 @@ void ThreadPool::run_region(Region region, void* context) {
 void ThreadPool::arrive(int count) {
   const int generation = generation_.value.load(std::memory_order_relaxed);
   if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 < count) {
-    wait_for_change(generation_.value, generation);
+    wait_for_change(generation_.value, generation, kBarrierSpin);
     return;
   }
   // Everybody is here: nobody touches the task counters, so they can begin again.

@@ -1,7 +1,7 @@
 // A persistent team of threads that runs one function at a time, all threads together.
 //
 // Inside a region every thread executes the same code; `Worker::for_each` splits tasks among them and ends with a
-// barrier. Threads that wait spin for a few tens of microseconds, then sleep: an idle library burns no CPU.
+// barrier. Threads that wait spin for a bounded time, then sleep: an idle library burns no CPU.
 #pragma once
 
 #include <atomic>
