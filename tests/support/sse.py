@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 Json = dict[str, Any]
+REPO = str(Path(__file__).parents[2])
 
 
 def strict_json(text: str) -> Any:
@@ -71,7 +73,7 @@ def is_error(response: httpx.Response, status: int, param: str | None = None, co
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert "Traceback" not in error["message"]
-    assert "/work/" not in error["message"]
+    assert REPO not in error["message"]
     assert response.headers["x-request-id"]
     assert param is None or error["param"] == param, error
     assert code is None or error["code"] == code, error
