@@ -16,7 +16,19 @@ DONE = b"data: [DONE]\n\n"
 Sink = Callable[[bytes], bool]
 """Takes bytes at once, or refuses them (False)."""
 
-json_bytes = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
+
+_LINE_SEPARATORS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+"""UTF-8 of the characters that Unicode, but not JSON, counts as ends of lines, and how JSON may write them."""
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON that stays on one line also for clients that split lines as Unicode does (httpx's `iter_lines` is one)."""
+    encoded = _encode(value)
+    if not encoded.isascii():
+        for raw, escaped in _LINE_SEPARATORS:
+            encoded = encoded.replace(raw, escaped)
+    return encoded
 
 
 def event(body: Any) -> bytes:

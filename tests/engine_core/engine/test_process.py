@@ -114,12 +114,17 @@ def test_requests_of_a_client_that_vanished_without_a_word_are_aborted(
 
 
 def test_an_idle_engine_costs_nothing(engine: RunningEngine, talkers: list[EngineTalker]) -> None:
+    """Once what came before has settled; a busy loop costs a second of CPU every second, for ever."""
     talkers[0].wait_for_load(IDLE)
     process = psutil.Process(engine.pid)
-    before = process.cpu_times()
-    time.sleep(1.0)
-    after = process.cpu_times()
-    assert after.user + after.system - before.user - before.system < 0.05
+
+    def cpu_s_in_a_second() -> float:
+        before = process.cpu_times()
+        time.sleep(1.0)
+        after = process.cpu_times()
+        return after.user + after.system - before.user - before.system
+
+    assert min(cpu_s_in_a_second() for _ in range(3)) < 0.03
 
 
 def test_throughput_is_logged_with_the_engines_number(engine: RunningEngine, talkers: list[EngineTalker]) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import pytest
 
@@ -23,6 +24,13 @@ class Connection:
 
 async def test_event() -> None:
     assert event({"text": 'é"\n'}) == 'data: {"text":"é\\"\\n"}\n\n'.encode()
+
+
+async def test_an_event_is_one_line_for_every_client() -> None:
+    text = "".join(chr(code) for code in [*range(0x100), *range(0x2000, 0x2100)])
+    line = event({"text": text}).decode().removesuffix("\n\n")
+    assert line.splitlines() == [line]
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}
 
 
 async def test_a_reader_gets_everything_written_so_far() -> None:
