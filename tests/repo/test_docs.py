@@ -72,6 +72,8 @@ def test_flags_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         chat.main(["--help"])
     known |= set(re.findall(r"--([a-z0-9-]+)", capsys.readouterr().out))
+    for script in REPO.glob("benchmarks/*.py"):
+        known |= set(re.findall(r'add_argument\("--([a-z0-9-]+)"', script.read_text()))
     used = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", page.read_text()))
     assert used <= known
 
