@@ -98,6 +98,8 @@ class StepResult:
     """row -> prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
     errors: dict[int, str] = field(default_factory=dict)
     """row -> why this request alone failed (for example logits that are not numbers)."""
+    elapsed_s: float = 0.0
+    """Seconds that the device was at work on the step; 0 if it was not measured."""
 
 
 class StepHandle(Protocol):
@@ -125,3 +127,5 @@ class KVCapacity:
     attention_backend: str
     phases: dict[str, float]
     """Seconds that each phase of the start took."""
+    prefill_costs: tuple[tuple[int, float], ...] = ()
+    """(tokens, seconds) of pure prefill steps of several sizes, ascending, as measured at the start."""

@@ -53,6 +53,10 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    explicit_budget: bool = False
+    """Whether `max_num_batched_tokens` was asked for: then every step may use all of it."""
+    target_itl_ms: float | None = None
+    """Inter-token latency that running requests keep while prompts are computed beside them."""
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
 
@@ -64,6 +68,7 @@ class DeviceConfig:
     kind: DeviceKind = "cpu"
     num_threads: int = 1
     enforce_eager: bool = False
+    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

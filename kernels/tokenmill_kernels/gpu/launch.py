@@ -1,10 +1,14 @@
 """What the launchers need to know about a device. CPU tensors reach the kernels only through Triton's interpreter."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import triton
+import triton.language as tl
+
+_FIRST_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +32,34 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 """For every launch: a multiply and an add may become one rounding, whatever the default of the Triton release."""
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may start while the one before them ends (programmatic dependent launch, Hopper and later).
+
+    A kernel that is launched so calls `wait_for_inputs` before it touches anything that another kernel wrote, in
+    every program and on every path: the kernel after it relies on that for what still earlier ones wrote.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_DEPENDENT_LAUNCH_CAPABILITY
+
+
+@cache
+def launch_options(device: torch.device) -> dict[str, object]:
+    """Keyword arguments of a launch of a kernel with a constexpr `pdl`, which calls the two functions below."""
+    pdl = dependent_launch(device)
+    return {**COMPILE_OPTIONS, "pdl": pdl, **({"launch_pdl": True} if pdl else {})}
+
+
+@triton.jit
+def wait_for_inputs(pdl: tl.constexpr):
+    """Blocks until the kernels before this one are done and their writes visible."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_dependents_start(pdl: tl.constexpr):
+    """The next kernel may be set up now; it still waits for the end of this one before it reads."""
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
