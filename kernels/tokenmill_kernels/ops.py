@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 from tokenmill_kernels.cpu import ops as cpu
 from tokenmill_kernels.cpu.packed import PackedWeight
+from tokenmill_kernels.gpu.attention_plan import AttentionPlan
 
 __all__ = [
+    "AttentionPlan",
     "PackedWeight",
     "add_rms_norm",
     "allocate_kv_cache",
@@ -28,6 +30,7 @@ __all__ = [
     "linear_argmax",
     "pack_linear",
     "paged_attention",
+    "plan_attention",
     "rms_norm",
     "rotary_kv_write",
     "silu_mul",
@@ -102,6 +105,43 @@ def rotary_kv_write(
         cpu.rotary_kv_write(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps)
 
 
+def plan_attention(
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_tokens: int,
+    num_decodes: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+) -> AttentionPlan | None:
+    """How the attention of a step is divided, for every layer with these heads and this window; None on CPU.
+
+    `num_tokens` counts the rows of q, padding included, `dtype` is q's; the rest is as in `paged_attention`. The work
+    list is built on the device, so a captured graph serves any lengths within its padded sizes.
+    """
+    if not query_start_loc.is_cuda:
+        return None
+    plan: AttentionPlan = _gpu().attention.plan_attention(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        num_tokens=num_tokens,
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        window=window,
+    )
+    return plan
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -117,6 +157,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     out: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
     """Causal attention of every request's new tokens, q [T, H, D], over its cached keys and values -> [T, H, D].
 
@@ -125,9 +166,27 @@ def paged_attention(
     (int32 [R, max_blocks]). A query at position p sees keys j with p - window < j <= p. With `soft_cap` c a scaled
     score s becomes c * tanh(s / c). The first `num_decodes` requests have one token each; `max_query_len` and
     `max_seq_len` are upper bounds. Requests of length 0 are padding; rows that no request owns are undefined.
+    `plan` is what `plan_attention` made of the same arguments; without one, CUDA makes it on the spot.
     """
-    implementation = _gpu().attention.paged_attention if q.is_cuda else cpu.paged_attention
-    attended: torch.Tensor = implementation(
+    if q.is_cuda:
+        attended: torch.Tensor = _gpu().attention.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            out=out,
+            plan=plan,
+        )
+        return attended
+    return cpu.paged_attention(
         q,
         k_cache,
         v_cache,
@@ -142,7 +201,6 @@ def paged_attention(
         soft_cap=soft_cap,
         out=out,
     )
-    return attended
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:

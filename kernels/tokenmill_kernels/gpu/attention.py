@@ -10,6 +10,7 @@ import torch
 import triton
 
 from tokenmill_kernels.gpu.attention_decode import decode_kernel, merge_kernel
+from tokenmill_kernels.gpu.attention_plan import AttentionPlan
 from tokenmill_kernels.gpu.attention_prefill import prefill_kernel
 from tokenmill_kernels.gpu.launch import COMPILE_OPTIONS, device_limits
 
@@ -87,6 +88,26 @@ def prefill_config(head_dim: int, dtype: torch.dtype, rows: int, device: torch.d
     return TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 
 
+def plan_attention(
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_tokens: int,
+    num_decodes: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+) -> AttentionPlan:
+    """As `tokenmill_kernels.ops.plan_attention`."""
+    del query_start_loc, seq_lens, num_tokens, num_decodes, max_query_len
+    del num_heads, num_kv_heads, head_dim, block_size, dtype
+    return AttentionPlan(window or 0)
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -102,6 +123,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     out: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
     """As `tokenmill_kernels.ops.paged_attention`.
 
@@ -110,7 +132,7 @@ def paged_attention(
     of length 0), and one captured with num_decodes = 1 serves any mix up to its `max_query_len`. Lengths are read on
     the device, so `max_seq_len` is not needed.
     """
-    del max_seq_len
+    del max_seq_len, plan
     if out is None:
         out = torch.empty_like(q)
     assert q.stride(2) == out.stride(2) == k_cache.stride(3) == block_tables.stride(1) == 1
