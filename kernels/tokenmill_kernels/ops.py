@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch.nn import functional as F
 
+from tokenmill_kernels import reference
 from tokenmill_kernels.cpu import ops as cpu
 from tokenmill_kernels.cpu.packed import PackedWeight
 from tokenmill_kernels.gpu.attention_plan import AttentionPlan
@@ -25,7 +26,9 @@ __all__ = [
     "PackedWeight",
     "add_rms_norm",
     "allocate_kv_cache",
+    "embed_rms_norm",
     "embedding",
+    "gather_rows",
     "linear",
     "linear_argmax",
     "pack_linear",
@@ -40,6 +43,7 @@ __all__ = [
 @dataclass(slots=True, frozen=True)
 class _GpuModules:
     norm: ModuleType
+    gather: ModuleType
     activation: ModuleType
     rotary: ModuleType
     attention: ModuleType
@@ -48,9 +52,9 @@ class _GpuModules:
 @cache
 def _gpu() -> _GpuModules:
     """The Triton kernels, imported when the first CUDA tensor appears: machines without a GPU never pay for them."""
-    from tokenmill_kernels.gpu import activation, attention, norm, rotary
+    from tokenmill_kernels.gpu import activation, attention, gather, norm, rotary
 
-    return _GpuModules(norm, activation, rotary, attention)
+    return _GpuModules(norm, gather, activation, rotary, attention)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,13 +66,34 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), each [T, N]. `residual` may be overwritten with the sum."""
+    """(rms_norm(x + residual), x + residual), each [T, N]; the norm goes to `out` [T, N] if that is given.
+    `residual` may be overwritten with the sum."""
     if x.is_cuda:
-        pair: tuple[torch.Tensor, torch.Tensor] = _gpu().norm.add_rms_norm(x, residual, weight, eps)
+        pair: tuple[torch.Tensor, torch.Tensor] = _gpu().norm.add_rms_norm(x, residual, weight, eps, out)
         return pair
-    return cpu.add_rms_norm(x, residual, weight, eps)
+    normed, total = cpu.add_rms_norm(x, residual, weight, eps)
+    return normed if out is None else out.copy_(normed), total
+
+
+def embed_rms_norm(
+    ids: torch.Tensor, table: torch.Tensor | PackedWeight, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(rows), rows) for the rows ids [T] (as in `embedding`) of table [V, N], each [T, N]."""
+    if isinstance(table, torch.Tensor) and table.is_cuda:
+        pair: tuple[torch.Tensor, torch.Tensor] = _gpu().norm.embed_rms_norm(ids, table, weight, eps)
+        return pair
+    rows = embedding(ids, table)
+    return rms_norm(rows, weight, eps), rows
+
+
+def gather_rows(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `rows` int32 [R] of first [T, N] and of second [T, M] -> [R, N], [R, M]. A negative row gives zeros."""
+    if first.is_cuda:
+        pair: tuple[torch.Tensor, torch.Tensor] = _gpu().gather.gather_rows(first, second, rows)
+        return pair
+    return reference.gather_rows(first, second, rows)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

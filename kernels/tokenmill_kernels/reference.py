@@ -23,6 +23,13 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
+def gather_rows(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of both tensors; zeros where `rows` is negative."""
+    owned = (rows >= 0).unsqueeze(1)
+    index = rows.clamp(min=0).long()
+    return torch.where(owned, first[index], 0), torch.where(owned, second[index], 0)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where gate is the first half of the last dimension and up the second."""
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -11,7 +11,7 @@ from tokenmill_engine.layers.linear import Linear, Placement
 
 
 class Attention:
-    """Projects to queries, keys and values, attends over the paged cache, projects back."""
+    """Projects to queries, keys and values and attends over the paged cache; `o_proj` projects back."""
 
     __slots__ = ("attend", "norms", "o_proj", "qkv_proj")
 
@@ -47,5 +47,6 @@ class Attention:
         batch: ForwardBatch,
         kv_cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]. Writes the batch's keys and values to the cache."""
-        return self.o_proj(self.attend(self.qkv_proj(hidden), cos_sin, self.norms, batch, kv_cache))
+        """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_dim], what `o_proj` takes.
+        Writes the batch's keys and values to the cache."""
+        return self.attend(self.qkv_proj(hidden), cos_sin, self.norms, batch, kv_cache)

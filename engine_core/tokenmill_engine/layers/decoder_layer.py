@@ -11,6 +11,7 @@ from tokenmill_engine.layers.attention import Attention
 from tokenmill_engine.layers.linear import Linear, Placement
 from tokenmill_engine.layers.mlp import GatedMLP
 from tokenmill_engine.layers.norm import RMSNorm
+from tokenmill_kernels import ops
 
 
 class DecoderLayer:
@@ -38,14 +39,20 @@ class DecoderLayer:
 
     def __call__(
         self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        normed: torch.Tensor,
+        residual: torch.Tensor,
         cos_sin: torch.Tensor,
         batch: ForwardBatch,
         kv_cache: tuple[torch.Tensor, torch.Tensor],
+        output_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual), both [num_tokens, hidden_size]; their sum is the stream that goes on."""
-        hidden, residual = self.input_norm(hidden, residual)
-        hidden = self.attention(hidden, cos_sin, batch, kv_cache)
-        hidden, residual = self.post_attention_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        """(block output, residual), both [num_tokens, hidden_size]; their sum is the stream that goes on.
+
+        `residual` is the stream that came in, `normed` the same behind `input_norm`. All tokens leave keys and values;
+        given `output_rows` (int32), only those tokens go through the rest of the layer and come out.
+        """
+        attended = self.attention(normed, cos_sin, batch, kv_cache)
+        if output_rows is not None:
+            attended, residual = ops.gather_rows(attended, residual, output_rows)
+        normed, residual = self.post_attention_norm(self.attention.o_proj(attended), residual)
+        return self.mlp(normed), residual

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
+from tokenmill_engine.layers.embedding import TokenEmbedding
 from tokenmill_engine.layers.linear import Placement
 from tokenmill_kernels import ops
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension, with the residual addition fused in front of it."""
+    """x / rms(x) * weight over the last dimension, fused with the operation in front of it."""
 
     __slots__ = ("eps", "weight")
 
@@ -21,9 +22,13 @@ class RMSNorm:
         """(checkpoint name, view to fill)."""
         yield f"{name}.weight", self.weight
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual), both [num_tokens, size]; without a residual, (norm(x), x).
+    def embed(self, input_ids: torch.Tensor, table: TokenEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(rows), rows) of the embeddings of int32 [num_tokens], both [num_tokens, size]."""
+        return ops.embed_rms_norm(input_ids, table.weight, self.weight, self.eps)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual), both [num_tokens, size]; the norm in `out` if that is given.
         `residual` may be overwritten."""
-        if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps), x
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, out=out)

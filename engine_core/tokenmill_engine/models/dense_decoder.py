@@ -98,21 +98,27 @@ class DenseDecoder:
                 linear.finalize()
 
     def forward(
-        self, batch: ForwardBatch, kv_caches: KVCaches, output_rows: torch.Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        kv_caches: KVCaches,
+        output_rows: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Normed hidden states [num_tokens, hidden_size], or those of `output_rows` (int32, ascending) alone.
+        """Normed hidden states [num_tokens, hidden_size], or those of `output_rows` alone; in `out`, if that is given.
 
+        `output_rows` is int32 and ascending; on CUDA negative rows may follow as padding, which give no usable states.
         Writes the batch's keys and values to the caches, which must be the same in every call.
         """
         if self._fused is not None:
-            return self._fused.forward(batch, kv_caches, output_rows)
-        hidden = self.embed_tokens(batch.input_ids)
-        residual: torch.Tensor | None = None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(hidden, residual, self.cos_sin, batch, kv_cache)
-        if output_rows is not None and residual is not None:
-            hidden, residual = hidden.index_select(0, output_rows), residual.index_select(0, output_rows)
-        return self.norm(hidden, residual)[0]
+            return self._fused.forward(batch, kv_caches, output_rows, out)
+        normed, residual = self.layers[0].input_norm.embed(batch.input_ids, self.embed_tokens)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
+            is_last = next_norm is self.norm
+            rows = output_rows if is_last else None
+            hidden, residual = layer(normed, residual, self.cos_sin, batch, kv_cache, rows)
+            normed, residual = next_norm(hidden, residual, out if is_last else None)
+        return normed
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of `forward`'s result [num_rows, hidden_size] -> float32 [num_rows, vocab_size]."""

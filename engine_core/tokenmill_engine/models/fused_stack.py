@@ -29,8 +29,15 @@ class FusedStack:
         self._decoder = DenseDecoder(_shape(architecture), _drained(layers), embedding, final_norm, cos_sin)
         self._bound: KVCaches | None = None
 
-    def forward(self, batch: ForwardBatch, kv_caches: KVCaches, output_rows: torch.Tensor | None) -> torch.Tensor:
-        """Normed hidden states of all tokens or of `output_rows`. The caches must be the same in every call.
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_caches: KVCaches,
+        output_rows: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Normed hidden states of all tokens or of `output_rows`, in `out` if that is given. The caches must be the
+        same in every call.
 
         Raises:
             ValueError: they are not.
@@ -47,6 +54,7 @@ class FusedStack:
             seq_lens=batch.seq_lens,
             block_tables=group.block_tables,
             output_rows=output_rows,
+            out=out,
         )
 
 

@@ -158,12 +158,13 @@ class DenseDecoder:
         seq_lens: torch.Tensor,
         block_tables: torch.Tensor,
         output_rows: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm: [T, hidden], or [len(output_rows), hidden] for those rows alone.
 
         `input_ids` and `positions` int32 [T], `slot_mapping` int64 [T], the requests as in `ops.paged_attention`.
         `output_rows` int32, ascending: the last layer then does no more work than these rows need.
-        Writes the keys and values of the step to the bound caches.
+        Writes the keys and values of the step to the bound caches, and the result to `out` if that is given.
         """
         if self._handle is None:
             raise RuntimeError("bind_kv_caches must come before forward")
@@ -173,7 +174,11 @@ class DenseDecoder:
                 raise TypeError(f"expected contiguous int32 tensors, got {tensor.dtype} with {tensor.stride()}")
         if slot_mapping.dtype != torch.int64 or slot_mapping.stride(-1) != 1:
             raise TypeError(f"expected a contiguous int64 slot_mapping, got {slot_mapping.dtype}")
-        out = torch.empty((outputs.shape[0], self.shape.hidden_size), dtype=self.dtype)
+        shape = (outputs.shape[0], self.shape.hidden_size)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype)
+        elif out.shape != shape or out.dtype != self.dtype or not out.is_contiguous():
+            raise ValueError(f"expected an output {list(shape)} of {self.dtype}, got {list(out.shape)} of {out.dtype}")
         step = StepStruct(
             input_ids=input_ids.data_ptr(),
             positions=positions.data_ptr(),

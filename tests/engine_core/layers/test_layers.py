@@ -51,9 +51,21 @@ def test_the_norm_adds_the_residual_first() -> None:
     normed, stream = norm(x, residual.clone())
     torch.testing.assert_close(stream, total)
     torch.testing.assert_close(normed, F.rms_norm(total, (16,), weight, 1e-5), atol=1e-5, rtol=1e-5)
-    first, same = norm(x, None)
-    torch.testing.assert_close(first, F.rms_norm(x, (16,), weight, 1e-5), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(same, x)
+    out = torch.empty(4, 16)
+    assert norm(x, residual.clone(), out)[0] is out
+    torch.testing.assert_close(out, normed)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_first_norm_looks_up_the_embeddings(packed: bool) -> None:
+    norm, table = RMSNorm(16, 1e-5, FLOAT32), TokenEmbedding(9, 16, FLOAT32)
+    weight = fill(dict(norm.targets("norm")))["norm.weight"]
+    rows = fill(dict(table.targets("table")))["table.weight"][[3, 8, 3]]
+    if packed:
+        table.finalize()
+    normed, stream = norm.embed(torch.tensor([3, 8, 3], dtype=torch.int32), table)
+    assert torch.equal(stream, rows)
+    torch.testing.assert_close(normed, F.rms_norm(rows, (16,), weight, 1e-5), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

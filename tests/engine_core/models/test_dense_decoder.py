@@ -142,6 +142,19 @@ def test_only_the_wanted_rows_are_computed(load: Load) -> None:
         assert_close(ours[name], logits)
 
 
+def test_the_result_goes_where_it_is_asked_to(load: Load) -> None:
+    paged, work = PagedForward(load(cached_tiny_model("llama"))), [("a", prompt(9, seed=8)), ("b", prompt(4, seed=9))]
+    batch = paged.prepare(work)
+    hidden = paged.model.forward(batch, paged.kv_caches)
+    everything, some = torch.full((2, 13, 64), float("nan")).unbind()
+    assert paged.model.forward(batch, paged.kv_caches, out=everything) is everything
+    assert torch.equal(everything, hidden)
+    rows = torch.tensor([8, 12], dtype=torch.int32)
+    paged.model.forward(batch, paged.kv_caches, rows, some[:2])
+    torch.testing.assert_close(some[:2], hidden[rows], atol=1e-5, rtol=1e-5)
+    assert some[2:].isnan().all()
+
+
 def test_the_layers_run_as_one_native_call_unless_told_otherwise() -> None:
     folder = cached_tiny_model("llama")
     assert load_on_cpu(folder).is_fused
