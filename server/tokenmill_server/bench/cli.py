@@ -101,6 +101,12 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", type=_rate, default=math.inf, metavar="PER_S", help="inf: everything at once")
     add("--burstiness", type=_rate, default=1.0, help="1: Poisson arrivals; below 1 burstier, above more even")
     add("--max-concurrency", type=_positive, metavar="N", help="most requests in flight")
+    add(
+        "--num-client-processes",
+        type=_positive,
+        metavar="N",
+        help="processes that share the load. Default: one for every four cores, at least 32 streams each, at most 8",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +173,7 @@ def _serve_bench(options: argparse.Namespace) -> serve.ServeBench:
         request_rate=options.request_rate,
         burstiness=options.burstiness,
         max_concurrency=options.max_concurrency,
+        num_processes=options.num_client_processes,
         seed=options.seed,
         ignore_eos=options.ignore_eos,
         temperature=options.temperature,

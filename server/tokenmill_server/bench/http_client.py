@@ -1,19 +1,19 @@
 """A lean HTTP/1.1 client for load generation: keep-alive connections, server-sent events, no copies it can avoid.
 
 It shares the machine with the server under test, so its cost per streamed token matters more than generality:
-one `asyncio.Protocol` per connection, httptools for framing, one typed msgspec decode per event.
+one `asyncio.Protocol` per connection, httptools for framing, and nothing is parsed while streams run.
 """
 
 import asyncio
 import ssl
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
-import msgspec
 
+from tokenmill_server.bench.event_stream import StreamSink
 from tokenmill_server.bench.metrics import RequestRecord
 
 REQUEST_TIMEOUT_S = 6 * 60 * 60.0
@@ -38,98 +38,6 @@ class CollectSink:
 
     def on_body(self, data: bytes, now_s: float) -> None:
         self.body += data
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Any = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    completion_tokens: int = 0
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
-
-
-class StreamSink:
-    """Parses an OpenAI event stream and notes in `record` when output arrived.
-
-    A chunk counts as output when it carries text, or when it is a plain completion chunk that does not end the
-    request (a token may have no text of its own). Role-only, usage-only and finish-only chunks do not count, unless
-    the usage says that there were tokens and none of them had text: they came with the end.
-    """
-
-    def __init__(self, record: RequestRecord) -> None:
-        self.record = record
-        self.done = False
-        self.finished = False
-        self._usage_tokens = 0
-        self._tail = b""
-        self._text: list[str] = []
-
-    def on_body(self, data: bytes, now_s: float) -> None:
-        if self._tail:
-            data = self._tail + data
-        lines = data.split(b"\n")
-        self._tail = lines.pop()
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._on_data(line[5:], now_s)
-
-    def _on_data(self, payload: bytes, now_s: float) -> None:
-        if self.done or payload.strip() == b"[DONE]":
-            self.done = True
-            return
-        chunk = _decode_chunk(payload)
-        if chunk.error is not None:
-            self.record.error = str(chunk.error)
-        if chunk.choices:
-            choice = chunk.choices[0]
-            self.record.end_s = now_s
-            self.finished = self.finished or choice.finish_reason is not None
-            if self._is_output(choice):
-                self.record.token_times_s.append(now_s)
-        if chunk.usage is not None:
-            self._usage_tokens = chunk.usage.completion_tokens
-
-    def _is_output(self, choice: _Choice) -> bool:
-        delta = choice.delta
-        if delta is None:
-            if choice.text:
-                self._text.append(choice.text)
-                return True
-            return choice.finish_reason is None
-        text = delta.content or delta.reasoning or delta.reasoning_content
-        if text:
-            self._text.append(text)
-        return bool(text) or delta.tool_calls is not None
-
-    def close(self) -> None:
-        """The response is over: settle text, token count and whether it was a success."""
-        record = self.record
-        record.text = "".join(self._text)
-        record.output_tokens = self._usage_tokens
-        if self._usage_tokens and not record.token_times_s:
-            record.token_times_s.append(record.end_s)
-        if record.error is None and not record.token_times_s:
-            record.error = "the response held no generated token"
-        elif record.error is None and not (self.done or self.finished):
-            record.error = "the stream ended before a finish reason or [DONE]"
 
 
 class Connection(asyncio.Protocol):
@@ -229,8 +137,9 @@ class HttpClient:
         status, error = await self._send("GET", path, b"", sink)
         return status, error or bytes(sink.body)
 
-    async def stream(self, path: str, body: bytes, record: RequestRecord) -> None:
-        """POST `body` and fill `record` from the event stream. Every failure ends up in `record.error`."""
+    async def stream(self, path: str, body: bytes, record: RequestRecord) -> StreamSink:
+        """POST `body` and keep the event stream: `close` of the result fills `record`. Every failure ends up in
+        `record.error`."""
         sink = StreamSink(record)
         record.start_s = time.perf_counter()
         try:
@@ -238,10 +147,10 @@ class HttpClient:
                 status, error = await self._send("POST", path, body, sink)
             if status // 100 != 2:
                 record.error = f"HTTP {status}: {error.decode(errors='replace')[:2000]}"
-        except (OSError, ConnectionLostError, TimeoutError, msgspec.MsgspecError) as failure:
+        except (OSError, ConnectionLostError, TimeoutError) as failure:
             record.error = f"{type(failure).__name__}: {failure}"
-        record.end_s = record.end_s or time.perf_counter()
-        sink.close()
+        record.end_s = time.perf_counter()
+        return sink
 
     def close(self) -> None:
         for connection in self._idle:

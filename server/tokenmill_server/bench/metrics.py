@@ -3,14 +3,14 @@
 Definitions, per successful request (seconds inside, milliseconds in reports):
 
 * TTFT: from sending the request to the first chunk that carries generated output.
-* ITL: time between two consecutive such chunks.
+* ITL: time between two consecutive tokens, as far as the client can tell them apart: a chunk is one token unless it
+  says how many it holds, and tokens that come in one chunk are 0 apart.
 * TPOT: (E2EL - TTFT) / (output tokens - 1), for requests with more than one output token.
 * E2EL: from sending the request to its last chunk that has a choice (output or finish reason).
 
 Throughputs divide by the wall time of the whole run. Knows nothing of HTTP or of how prompts were made.
 """
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,10 @@ class RequestRecord:
     prompt_tokens: int
     max_tokens: int
     start_s: float = 0.0
-    token_times_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Arrival of every chunk that carried output."""
+    token_times_s: list[float] = field(default_factory=list)
+    """Arrival of every token; a chunk with output counts as one unless it says how many it holds."""
+    num_chunks: int = 0
+    """Chunks that carried output."""
     end_s: float = 0.0
     output_tokens: int = 0
     """As the server counted them; else counted with the tokenizer; else the number of chunks."""
@@ -73,10 +75,12 @@ class Summary:
     failed: int
     total_input_tokens: int
     total_output_tokens: int
+    total_output_chunks: int
+    """Fewer than tokens where the server puts several into a chunk, or tokens have no text of their own."""
     num_good: int | None
     """Requests that met every goal of `goodput`; None when no goal was set."""
     max_output_tokens_per_s: float
-    """Most output chunks seen in any one-second bin of the run."""
+    """Most tokens seen in any one-second bin of the run."""
     max_concurrent_requests: int
     latencies: dict[str, Latency]
 
@@ -104,6 +108,7 @@ class Summary:
             "failed": self.failed,
             "total_input_tokens": self.total_input_tokens,
             "total_output_tokens": self.total_output_tokens,
+            "total_output_chunks": self.total_output_chunks,
             "request_throughput": self.request_throughput,
             "request_goodput": self.request_goodput,
             "output_throughput": self.output_throughput,
@@ -141,8 +146,9 @@ def summarize(
         failed=len(records) - len(done),
         total_input_tokens=sum(record.prompt_tokens for record in done),
         total_output_tokens=sum(record.output_tokens for record in done),
+        total_output_chunks=sum(record.num_chunks for record in done),
         num_good=None if not goals_ms else sum(_is_good(record, goals_ms) for record in done),
-        max_output_tokens_per_s=_peak_chunks_per_s(done),
+        max_output_tokens_per_s=_peak_tokens_per_s(done),
         max_concurrent_requests=_peak_concurrency(done),
         latencies={name: _distribution(samples_s[name], percentiles) for name in LATENCIES},
     )
@@ -163,7 +169,7 @@ def _is_good(record: RequestRecord, goals_ms: Mapping[str, float]) -> bool:
     return all(measured_s[name] * 1e3 <= limit for name, limit in goals_ms.items())
 
 
-def _peak_chunks_per_s(done: Sequence[RequestRecord]) -> float:
+def _peak_tokens_per_s(done: Sequence[RequestRecord]) -> float:
     if not done:
         return 0.0
     origin = min(record.start_s for record in done)

@@ -1,13 +1,11 @@
 """The serving benchmark: sends a workload to any OpenAI-compatible server and reports what its users would see."""
 
 import asyncio
-import gc
 import json
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +17,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from tokenmill_engine.errors import ConfigError
+from tokenmill_server.bench.client_process import Target
+from tokenmill_server.bench.clients import Run, default_processes, run_load
 from tokenmill_server.bench.http_client import HttpClient
+from tokenmill_server.bench.load import Job
 from tokenmill_server.bench.metrics import RequestRecord, Summary, summarize
 from tokenmill_server.bench.report import format_summary
 from tokenmill_server.bench.tokenizer import load_tokenizer
@@ -57,6 +58,8 @@ class ServeBench:
     request_rate: float = math.inf
     burstiness: float = 1.0
     max_concurrency: int | None = None
+    num_processes: int | None = None
+    """Load generator processes; None: by the cores of this machine."""
     seed: int = 0
     ignore_eos: bool = False
     temperature: float = 0.0
@@ -78,26 +81,14 @@ def run(bench: ServeBench) -> int:
 
     Raises: ConfigError.
     """
-    return uvloop.run(_run(bench))
-
-
-async def _run(bench: ServeBench) -> int:
-    client = HttpClient(bench.base_url, bench.headers)
-    try:
-        await _wait_until_ready(client, bench)
-        model = bench.model or await _first_model(client, bench)
-        tokenizer = _tokenizer(bench, model)
-        prompts = _prompts(bench, tokenizer)
-        bodies = [_body(bench, model, prompt) for prompt in prompts]
-        warmups = len(prompts) - bench.num_prompts
-        await _drive(bench, client, prompts[:warmups], bodies[:warmups], paced=False)
-        started_s = time.perf_counter()
-        records = await _drive(bench, client, prompts[warmups:], bodies[warmups:], paced=True)
-        duration_s = time.perf_counter() - started_s
-    finally:
-        client.close()
+    model = uvloop.run(_find_model(bench))
+    tokenizer = _tokenizer(bench, model)
+    prompts = _prompts(bench, tokenizer)
+    jobs = _jobs(bench, model, prompts)
+    done = _send(bench, jobs[: bench.num_warmups], jobs[bench.num_warmups :])
+    records = done.records
     _count_missing_tokens(records, tokenizer)
-    summary = summarize(records, duration_s, bench.percentiles, bench.goals_ms)
+    summary = summarize(records, done.duration_s, bench.percentiles, bench.goals_ms)
     sys.stdout.write(format_summary(summary, bench.percentile_metrics, bench.request_rate, bench.max_concurrency))
     errors = [record.error for record in records if record.error is not None]
     if errors:
@@ -105,6 +96,16 @@ async def _run(bench: ServeBench) -> int:
     if bench.save_result:
         sys.stdout.write(f"Result written to {_save(bench, model, summary, records)}\n")
     return 0 if summary.completed else 1
+
+
+async def _find_model(bench: ServeBench) -> str:
+    """Waits until the server is ready, if that is wanted, and finds out the name of its model."""
+    client = HttpClient(bench.base_url, bench.headers)
+    try:
+        await _wait_until_ready(client, bench)
+        return bench.model or await _first_model(client, bench)
+    finally:
+        client.close()
 
 
 async def _wait_until_ready(client: HttpClient, bench: ServeBench) -> None:
@@ -178,37 +179,20 @@ def _body(bench: ServeBench, model: str, prompt: Prompt) -> bytes:
     return msgspec.json.encode(body | bench.extra_body)
 
 
-async def _drive(
-    bench: ServeBench, client: HttpClient, prompts: Sequence[Prompt], bodies: Sequence[bytes], paced: bool
-) -> list[RequestRecord]:
-    """Send everything, paced by the request rate or all at once, never more than `max_concurrency` in flight.
-    Records come back in sending order."""
-    records = [RequestRecord(prompt.num_tokens, prompt.output_len) for prompt in prompts]
-    if not records:
-        return records
-    rate = bench.request_rate if paced else math.inf
-    offsets_s = arrival_times(len(records), rate, bench.burstiness, bench.seed).tolist()
-    limit = asyncio.Semaphore(bench.max_concurrency) if bench.max_concurrency else nullcontext()
-    loop = asyncio.get_running_loop()
-    # Prompts and bodies live until the end: keep the garbage collector from walking them in the middle of the run.
-    gc.collect()
-    gc.freeze()
-    start_s = loop.time()
-    with tqdm(total=len(records), disable=not (bench.show_progress and paced), unit="req") as progress:
+def _jobs(bench: ServeBench, model: str, prompts: Sequence[Prompt]) -> list[Job]:
+    """A request for each prompt. Those of the warm-up, which come first, leave all at once."""
+    offsets_s = arrival_times(bench.num_prompts, bench.request_rate, bench.burstiness, bench.seed).tolist()
+    return [
+        Job(_body(bench, model, prompt), prompt.num_tokens, prompt.output_len, offset_s)
+        for prompt, offset_s in zip(prompts, [0.0] * bench.num_warmups + offsets_s, strict=True)
+    ]
 
-        async def send(index: int) -> None:
-            async with limit:
-                await client.stream(bench.endpoint, bodies[index], records[index])
-            progress.update()
 
-        async with asyncio.TaskGroup() as tasks:
-            for index, offset_s in enumerate(offsets_s):
-                delay_s = start_s + offset_s - loop.time()
-                if delay_s > 0:
-                    await asyncio.sleep(delay_s)
-                tasks.create_task(send(index))
-    gc.unfreeze()
-    return records
+def _send(bench: ServeBench, warmups: Sequence[Job], jobs: Sequence[Job]) -> Run:
+    target = Target(bench.base_url, bench.headers, bench.endpoint, bench.max_concurrency)
+    processes = bench.num_processes or default_processes(bench.max_concurrency or len(jobs))
+    with tqdm(total=len(jobs), disable=not bench.show_progress, unit="req") as progress:
+        return run_load(target, warmups, jobs, processes, progress.update)
 
 
 def _count_missing_tokens(records: Sequence[RequestRecord], tokenizer: Tokenizer | None) -> None:
@@ -216,7 +200,7 @@ def _count_missing_tokens(records: Sequence[RequestRecord], tokenizer: Tokenizer
     for record in records:
         if record.error is None and not record.output_tokens:
             if tokenizer is None:
-                record.output_tokens = len(record.token_times_s)
+                record.output_tokens = record.num_chunks
             else:
                 record.output_tokens = len(tokenizer.encode_batch([record.text], add_special_tokens=False)[0].ids)
 

@@ -1,5 +1,3 @@
-from array import array
-
 import pytest
 
 from tokenmill_server.bench.metrics import RequestRecord, summarize
@@ -13,7 +11,7 @@ def record(
         prompt_tokens=10,
         max_tokens=8,
         start_s=start_s,
-        token_times_s=array("d", token_times_s),
+        token_times_s=token_times_s,
         end_s=end_s,
         output_tokens=len(token_times_s) if output_tokens is None else output_tokens,
         **fields,

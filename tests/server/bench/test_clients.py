@@ -1,0 +1,124 @@
+"""The load in one process and in several: the same requests, the same limits, one common start."""
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+import pytest
+
+from tests.support.scripted_server import DONE, Reply, Script, ScriptedServer, text_event
+from tokenmill_engine.errors import TokenmillError
+from tokenmill_server.bench import clients
+from tokenmill_server.bench.client_process import Target
+from tokenmill_server.bench.clients import Run, default_processes, run_load
+from tokenmill_server.bench.load import Job
+
+Start = Callable[[Script], ScriptedServer]
+
+
+def jobs(names: Sequence[str], offsets_s: Sequence[float] | None = None) -> list[Job]:
+    times_s = offsets_s or [0.0] * len(names)
+    bodies = [json.dumps({"prompt": name}).encode() for name in names]
+    return [Job(body, 5, 1, at_s) for body, at_s in zip(bodies, times_s, strict=True)]
+
+
+def echo(delay_s: float) -> Script:
+    """Answers with the prompt."""
+    return lambda seen, index: Reply([(delay_s, text_event(seen.body["prompt"], "length")), (0, DONE)])
+
+
+def load(server: ScriptedServer, count: int, processes: int, limit: int | None, **more: list[Job]) -> tuple[Run, int]:
+    """The run and the number of responses that were reported while it went on."""
+    target = Target(server.url, {"X-Team": "a"}, "/v1/completions", limit)
+    names = [f"p{index}" for index in range(count)]
+    reported: list[int] = []
+    run = run_load(target, more.get("warmups", []), more.get("jobs") or jobs(names), processes, reported.append)
+    return run, sum(reported)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_every_job_is_sent_once_within_the_limit(scripted_server: Start, processes: int) -> None:
+    server = scripted_server(echo(0.05))
+    run, num_reported = load(server, 20, processes, limit=7)
+    assert [record.text for record in run.records] == [f"p{index}" for index in range(20)]
+    assert [record.error for record in run.records] == [None] * 20
+    assert sorted(seen.body["prompt"] for seen in server.seen) == sorted(f"p{index}" for index in range(20))
+    assert server.max_open == 7
+    assert 3 * 0.05 <= run.duration_s <= time.perf_counter()
+    assert num_reported <= 20
+    assert {seen.headers["x-team"] for seen in server.seen} == {"a"}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_warm_up_is_over_before_anything_is_measured(scripted_server: Start, processes: int) -> None:
+    server = scripted_server(echo(0.02))
+    run, _ = load(server, 6, processes, None, warmups=jobs(["w0", "w1", "w2", "w3", "w4"]))
+    assert [seen.body["prompt"][0] for seen in server.seen] == ["w"] * 5 + ["p"] * 6
+    assert max(seen.sent_s[-1] for seen in server.seen[:5]) <= min(seen.arrived_s for seen in server.seen[5:])
+    assert len(run.records) == 6
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_jobs_leave_at_their_times_from_a_common_start(scripted_server: Start, processes: int) -> None:
+    server = scripted_server(echo(0.0))
+    offsets_s = [0.0, 0.1, 0.2, 0.3]
+    run, _ = load(server, 4, processes, None, jobs=jobs(["a", "b", "c", "d"], offsets_s))
+    starts_s = [record.start_s for record in run.records]
+    assert [record.text for record in run.records] == ["a", "b", "c", "d"]
+    for start_s, offset_s in zip(starts_s, offsets_s, strict=True):
+        assert offset_s - 0.05 <= start_s - starts_s[0] <= offset_s + 0.5
+    assert run.duration_s >= 0.3
+
+
+def test_large_workloads_travel_in_portions(scripted_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_MESSAGE_BYTES", 100)
+    server = scripted_server(echo(0.0))
+    run, _ = load(server, 40, 2, limit=4)
+    assert [record.text for record in run.records] == [f"p{index}" for index in range(40)]
+
+
+def test_no_more_processes_than_there_are_streams(scripted_server: Start) -> None:
+    server = scripted_server(echo(0.0))
+    run, _ = load(server, 3, 8, limit=2)
+    assert len(run.records) == 3
+    assert server.max_open <= 2
+
+
+def test_a_dead_process_ends_the_run(scripted_server: Start) -> None:
+    server = scripted_server(echo(30.0))
+    killer = threading.Thread(target=_kill_one_when, args=(lambda: len(server.seen) == 4,))
+    killer.start()
+    with pytest.raises(TokenmillError, match="a load generator process died"):
+        load(server, 4, 2, limit=None)
+    killer.join()
+    assert [child for child in _clients() if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def _kill_one_when(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    _clients()[0].kill()
+
+
+def _clients() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "bench client" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("cores", "streams", "processes"),
+    [(2, 256, 1), (16, 256, 4), (16, 32, 1), (16, 64, 2), (64, 1024, 8), (4, 1, 1)],
+)
+def test_default_processes(cores: int, streams: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "cpu_threads", lambda: cores)
+    assert default_processes(streams) == processes
+
+
+def test_shares_are_even() -> None:
+    for total, count in itertools.product((1, 7, 256), (1, 3, 8)):
+        shares = [clients._share(total, count, index) for index in range(count)]
+        assert sum(shares) == total
+        assert max(shares) - min(shares) <= 1
