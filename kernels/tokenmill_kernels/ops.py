@@ -116,6 +116,9 @@ def rotary_kv_write(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
 ) -> None:
     """Rotary embedding of q [T, H, D] and k [T, KH, D] in place (halves, as in GPT-NeoX), after an RMS norm per head
     when `q_norm`, `k_norm` [D] are given; then k and v [T, KH, D] go to the cache.
@@ -123,11 +126,25 @@ def rotary_kv_write(
     q, k and v may be strided views of one [T, (H + 2 KH) * D] tensor. `cos_sin` is float32
     [max_position, rotary_dim], cosines in the first half of a row, sines in the second; dimensions past rotary_dim
     are left alone. `positions` int32 [T]. `slot_mapping` int64 [T]: block * block_size + offset, -1 writes nothing.
+    The cache may be float8_e4m3fn; it takes k / k_scale and v / v_scale (floats, float32 tensors of one element, or
+    None for 1), and the largest e4m3 number for what is larger.
     """
-    if q.is_cuda:
-        _gpu().rotary.rotary_kv_write(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps)
-    else:
-        cpu.rotary_kv_write(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps)
+    implementation = _gpu().rotary.rotary_kv_write if q.is_cuda else cpu.rotary_kv_write
+    implementation(
+        q,
+        k,
+        v,
+        cos_sin,
+        positions,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        q_norm,
+        k_norm,
+        eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
 
 
 def plan_attention(

@@ -59,6 +59,9 @@ def rotary_kv_write(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
 ) -> None:
     """Normalises (when weights are given) and rotates q and k in place, then writes k and v to their slots."""
     if q_norm is not None:
@@ -71,8 +74,18 @@ def rotary_kv_write(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, offsets] = k[kept].to(k_cache.dtype)
-    v_cache[blocks, offsets] = v[kept].to(v_cache.dtype)
+    for cache, values, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        cache[blocks, offsets] = _to_cache(values[kept], scale, cache.dtype)
+
+
+def _to_cache(values: torch.Tensor, scale: torch.Tensor | float | None, dtype: torch.dtype) -> torch.Tensor:
+    """values / scale in the cache's type; an 8-bit one saturates."""
+    if scale is not None:
+        values = values.float() / scale
+    if dtype.itemsize == 1:
+        limits = torch.finfo(dtype)
+        values = values.float().clamp(limits.min, limits.max)
+    return values.to(dtype)
 
 
 def paged_attention(

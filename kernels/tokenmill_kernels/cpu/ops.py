@@ -98,12 +98,17 @@ def rotary_kv_write(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
 ) -> None:
     """Normalises and rotates q and k in place, writes k and v to the cache."""
     library = load()
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     fits = (
         library is not None
+        and k_scale is None
+        and v_scale is None
         and _same_heads(q, k, v, k_cache, v_cache)
         and q.shape[2] <= MAX_HEAD_DIM
         and all(norm.dtype == q.dtype and norm.is_contiguous() for norm in norms)
@@ -112,7 +117,21 @@ def rotary_kv_write(
         and _is_plain(slot_mapping, torch.int64)
     )
     if library is None or not fits:
-        reference.rotary_kv_write(q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps)
+        reference.rotary_kv_write(
+            q,
+            k,
+            v,
+            cos_sin,
+            positions,
+            slot_mapping,
+            k_cache,
+            v_cache,
+            q_norm,
+            k_norm,
+            eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
         return
     rotary = RotaryStruct(
         q=heads_struct(q),

@@ -5,20 +5,24 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill_kernels.gpu.launch import COMPILE_OPTIONS
+from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, gate_up_stride, out_stride, width: tl.constexpr, block: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, out_ptr, gate_up_stride, out_stride, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr
+):  # fmt: skip
     """Columns [program_id(1) * block, ...) of row program_id(0)."""
+    let_dependents_start(pdl)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < width
+    inside = None if width % block == 0 else columns < width
     gate_ptrs = gate_up_ptr + row * gate_up_stride + columns
-    gate = tl.load(gate_ptrs, mask=inside, other=0.0)
-    up = tl.load(gate_ptrs + width, mask=inside, other=0.0)
+    wait_for_inputs(pdl)
+    gate = tl.load(gate_ptrs, mask=inside)
+    up = tl.load(gate_ptrs + width, mask=inside)
     wide = gate.to(tl.float32)
     product = wide * tl.sigmoid(wide) * up.to(tl.float32)
     tl.store(out_ptr + row * out_stride + columns, product.to(gate.dtype), mask=inside)
@@ -38,6 +42,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         width=width,
         block=block,
         num_warps=max(block // 256, 1),
-        **COMPILE_OPTIONS,
+        **launch_options(gate_up.device),
     )
     return out

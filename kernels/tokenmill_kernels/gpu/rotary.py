@@ -6,14 +6,34 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenmill_kernels.gpu.launch import COMPILE_OPTIONS
+from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 
 _HEADS_PER_PROGRAM = 8
+_LARGEST_E4M3 = tl.constexpr(448.0)
+
+
+@triton.jit
+def _store_cached(cache_ptr, offsets, values, mask, inverse_scale):
+    """Stores what attention multiplies by the scale again. Of the 8-bit types only e4m3 is known: it saturates."""
+    dtype = cache_ptr.dtype.element_ty
+    if inverse_scale is not None:
+        values = values.to(tl.float32) * inverse_scale
+    if dtype.is_fp8():
+        values = tl.clamp(values.to(tl.float32), -_LARGEST_E4M3, _LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(cache_ptr + offsets, values.to(dtype), mask=mask)
+
+
+@triton.jit
+def _inverse(scale, is_pointer: tl.constexpr):
+    """1 / scale, of a float or of the float32 at a pointer; None for None."""
+    if scale is None:
+        return None
+    return 1.0 / (tl.load(scale) if is_pointer else scale)
 
 
 @triton.jit
 def _rotate_heads(
-    heads_ptr, cache_ptr, inside, cached, cos, sin, norm_ptr, eps,
+    heads_ptr, cache_ptr, inverse_scale, inside, cached, cos, sin, norm_ptr, eps,
     head_dim: tl.constexpr, half: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
 ):  # fmt: skip
     """Normalises (given `norm_ptr`) and rotates the heads at `heads_ptr` [heads, 1] in place, and writes them to
@@ -43,38 +63,32 @@ def _rotate_heads(
     tl.store(heads_ptr + dims, rotated_first, mask=keep)
     tl.store(heads_ptr + half + dims, rotated_second, mask=keep)
     if cache_ptr is not None:
-        cache_dtype = cache_ptr.dtype.element_ty
-        tl.store(cache_ptr + dims, rotated_first.to(cache_dtype), mask=cached & (dims < half))
-        tl.store(cache_ptr + half + dims, rotated_second.to(cache_dtype), mask=cached & (dims < half))
+        keep_cached = cached & (dims < half)
+        _store_cached(cache_ptr, dims, rotated_first, keep_cached, inverse_scale)
+        _store_cached(cache_ptr, half + dims, rotated_second, keep_cached, inverse_scale)
         if rest_block > 0:
-            tl.store(cache_ptr + rest_dims, rest.to(cache_dtype), mask=cached & (rest_dims < head_dim))
-
-
-@triton.jit
-def _copy_heads(source_ptr, target_ptr, inside, head_dim: tl.constexpr, dim_block: tl.constexpr):
-    """Copies whole heads between the pointers [heads, 1]."""
-    dims = tl.arange(0, dim_block)[None, :]
-    keep = inside & (dims < head_dim)
-    values = tl.load(source_ptr + dims, mask=keep, other=0.0)
-    tl.store(target_ptr + dims, values.to(target_ptr.dtype.element_ty), mask=keep)
+            _store_cached(cache_ptr, rest_dims, rest.to(dtype), cached & (rest_dims < head_dim), inverse_scale)
 
 
 @triton.jit
 def _rotary_kv_write_kernel(
     q_ptr, k_ptr, v_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr,
-    q_norm_ptr, k_norm_ptr, eps,
+    q_norm_ptr, k_norm_ptr, k_scale, v_scale, eps,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     cache_block_stride, cache_token_stride, cache_head_stride, cos_sin_stride,
     block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
     half: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr, dim_block: tl.constexpr,
-    heads_per_program: tl.constexpr,
+    heads_per_program: tl.constexpr, k_scale_is_pointer: tl.constexpr, v_scale_is_pointer: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
     """Token program_id(0); program_id(1) counts groups of query heads, then groups of key/value heads."""
+    let_dependents_start(pdl)
     token = tl.program_id(0).to(tl.int64)
     num_query_groups: tl.constexpr = (num_heads + heads_per_program - 1) // heads_per_program
     group = tl.program_id(1)
-    position = tl.load(positions_ptr + token).to(tl.int64)
     dims = tl.arange(0, half_block)[None, :]
+    wait_for_inputs(pdl)
+    position = tl.load(positions_ptr + token).to(tl.int64)
     cos_ptrs = cos_sin_ptr + position * cos_sin_stride + dims
     cos = tl.load(cos_ptrs, mask=dims < half, other=0.0)
     sin = tl.load(cos_ptrs + half, mask=dims < half, other=0.0)
@@ -83,7 +97,7 @@ def _rotary_kv_write_kernel(
         inside = heads < num_heads
         q_heads = q_ptr + token * q_token_stride + heads * q_head_stride
         _rotate_heads(
-            q_heads, None, inside, inside, cos, sin, q_norm_ptr, eps, head_dim, half, half_block, rest_block
+            q_heads, None, None, inside, inside, cos, sin, q_norm_ptr, eps, head_dim, half, half_block, rest_block
         )  # fmt: skip
     else:
         heads = (group - num_query_groups) * heads_per_program + tl.arange(0, heads_per_program)[:, None]
@@ -94,11 +108,13 @@ def _rotary_kv_write_kernel(
         cache_heads = row + heads * cache_head_stride
         k_heads = k_ptr + token * k_token_stride + heads * k_head_stride
         _rotate_heads(
-            k_heads, k_cache_ptr + cache_heads, inside, cached, cos, sin, k_norm_ptr, eps, head_dim, half, half_block,
-            rest_block,
+            k_heads, k_cache_ptr + cache_heads, _inverse(k_scale, k_scale_is_pointer), inside, cached, cos, sin,
+            k_norm_ptr, eps, head_dim, half, half_block, rest_block,
         )  # fmt: skip
-        v_heads = v_ptr + token * v_token_stride + heads * v_head_stride
-        _copy_heads(v_heads, v_cache_ptr + cache_heads, cached, head_dim, dim_block)
+        v_dims = tl.arange(0, dim_block)[None, :]
+        keep = cached & (v_dims < head_dim)
+        v = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + v_dims, mask=keep, other=0.0)
+        _store_cached(v_cache_ptr + cache_heads, v_dims, v, keep, _inverse(v_scale, v_scale_is_pointer))
 
 
 def rotary_kv_write(
@@ -113,6 +129,9 @@ def rotary_kv_write(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
 ) -> None:
     """As `tokenmill_kernels.ops.rotary_kv_write`: q and k rotated in place, k and v written to their slots."""
     num_tokens, num_heads, head_dim = q.shape
@@ -122,7 +141,7 @@ def rotary_kv_write(
     heads_per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     num_groups = triton.cdiv(num_heads, heads_per_program) + triton.cdiv(num_kv_heads, heads_per_program)
     _rotary_kv_write_kernel[(num_tokens, num_groups)](
-        q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps,
+        q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, k_scale, v_scale, eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *k_cache.stride()[:3], cos_sin.stride(0),
         block_size=k_cache.shape[1],
@@ -134,6 +153,8 @@ def rotary_kv_write(
         rest_block=triton.next_power_of_2(head_dim - 2 * half),
         dim_block=triton.next_power_of_2(head_dim),
         heads_per_program=heads_per_program,
+        k_scale_is_pointer=isinstance(k_scale, torch.Tensor),
+        v_scale_is_pointer=isinstance(v_scale, torch.Tensor),
         num_warps=2,
-        **COMPILE_OPTIONS,
+        **launch_options(q.device),
     )  # fmt: skip

@@ -58,3 +58,27 @@ def test_padding_writes_nothing() -> None:
     rotary_kv_write(q, k, v, cos_sin_table(8, 32), torch.zeros(3, dtype=torch.int32), padding, *caches)
     assert not caches[0].any()
     assert not caches[1].any()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bit_cache(dtype: torch.dtype, as_tensor: bool) -> None:
+    """With numbers that e4m3 holds exactly, unrotated: the interpreter does not round to 8 bits as GPUs do."""
+    q, k, v = fused_qkv(PagedShape(4, 2, 64, 16, dtype), len(POSITIONS))
+    for values in (k, v):
+        values.copy_(torch.randn(values.shape).clamp(-1.9, 1.9).mul(8).round().div(8))
+    v[0, 0, :2] = torch.tensor([1e4, -1e4])
+    scales = {"k_scale": torch.tensor([0.25]) if as_tensor else 0.25, "v_scale": torch.tensor(4.0) if as_tensor else 4}
+    rotation, positions = cos_sin_table(1, 32), torch.zeros_like(POSITIONS)
+    for given, k_scale, v_scale in ((scales, 0.25, 4.0), ({}, 1.0, 1.0)):
+        k_cache, v_cache = ops.allocate_kv_cache(4, 16, 2, 64, torch.float8_e4m3fn, "cpu")
+        rotary_kv_write(q, k, v, rotation, positions, SLOTS, k_cache, v_cache, **given)
+        reference_caches = ops.allocate_kv_cache(4, 16, 2, 64, torch.float8_e4m3fn, "cpu")
+        ops.rotary_kv_write(q, k, v, rotation, positions, SLOTS, *reference_caches, **given)
+        for token, slot in enumerate(SLOTS.tolist()):
+            if slot >= 0:
+                assert torch.equal(k_cache[slot // 16, slot % 16].float() * k_scale, k[token].float())
+                limited = v[token].float().clamp(-448 * v_scale, 448 * v_scale)
+                assert torch.equal(v_cache[slot // 16, slot % 16].float() * v_scale, limited)
+        assert torch.equal(k_cache.float(), reference_caches[0].float())
+        assert torch.equal(v_cache.float(), reference_caches[1].float())
