@@ -1,13 +1,14 @@
 """Builds a model and fills it: from safetensors, from GGUF, or with random numbers.
 
-Every checkpoint tensor goes straight to its final place on the device, in runs, by several threads.
+Every checkpoint tensor goes straight to its final place on the device, in runs of elements, by several threads.
 """
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.models.dense_decoder import DenseDecoder
+from tokenmill_engine.models.lanes import Lane
 from tokenmill_engine.models.mapping import Destination, match_gguf, match_safetensors
 from tokenmill_engine.models.registry import model_class
 from tokenmill_engine.models.weights import GGUFSource, SafetensorsSource, WeightSource
@@ -23,11 +25,15 @@ from tokenmill_engine.progress import log_progress_bar
 
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = 8
-_CPU_RUN_ELEMENTS = 1 << 18
-"""Small enough that dequantization stays in the second-level cache."""
-_CUDA_RUN_ELEMENTS = 1 << 23
-"""Large enough that copies reach the bus's speed."""
+_MAX_THREADS = {"cpu": 8, "cuda": 16}
+_RUN_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
+"""Of a run of elements, in the wider of its two types. CPU: dequantization stays in the second-level cache. CUDA: large
+enough for disks and for the bus."""
+
+
+def build_model(config: ModelConfig, device: torch.device) -> DenseDecoder:
+    """The model of `config` on `device`, not filled yet. Raises ConfigError for an unknown architecture."""
+    return model_class(config.architecture.name)(config, device)
 
 
 def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = True) -> DenseDecoder:
@@ -35,34 +41,77 @@ def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = Tr
 
     Raises ConfigError if a file is broken or its tensors are not those of the architecture.
     """
-    started = time.monotonic()
-    model = model_class(config.architecture.name)(config, device)
-    load_weights(model, config)
-    loaded = time.monotonic()
-    model.finalize(allow_fused)
-    logger.info(
-        "loaded %s (%s, %.0f M parameters, %s on %s, layers run %s): %.2f s, packing %.2f s",
-        config.name,
-        config.architecture.name,
-        config.architecture.num_parameters / 1e6,
-        config.dtype,
-        device,
-        "as one call" if model.is_fused else "one by one",
-        loaded - started,
-        time.monotonic() - loaded,
-    )
+    model = build_model(config, device)
+    with WeightLoading(model, config) as loading:
+        loading.finish(allow_fused)
     return model
 
 
-def load_weights(model: DenseDecoder, config: ModelConfig) -> None:
-    """Fills every parameter of a new model. Raises ConfigError as `load_model`."""
-    with _pool() as pool:
-        if config.load_format == "dummy":
+class WeightLoading:
+    """Weights on their way into a new model, in threads of their own. On a GPU they are zeros until they arrive: the
+    model can be run meanwhile, for all but its answers."""
+
+    def __init__(self, model: DenseDecoder, config: ModelConfig) -> None:
+        self._model = model
+        self._config = config
+        self._started = time.monotonic()
+        self._cancelled = threading.Event()
+        self._done: Future[float] = Future()
+        if model.device.type == "cuda" and config.load_format != "dummy":
+            for target in model.targets().values():
+                target.zero_()
+            torch.cuda.synchronize(model.device)
+        self._thread = threading.Thread(target=self._run, name="load", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "WeightLoading":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """What has not arrived is given up."""
+        self._cancelled.set()
+        self._thread.join()
+
+    def finish(self, allow_fused: bool = True) -> None:
+        """Waits for the weights, then finalizes the model with `allow_fused`.
+
+        Raises ConfigError if a file is broken or its tensors are not those of the architecture.
+        """
+        load_s = self._done.result()
+        loaded = time.monotonic()
+        self._model.finalize(allow_fused)
+        logger.info(
+            "loaded %s (%s, %.0f M parameters, %s on %s, layers run %s): %.2f s, packing %.2f s",
+            self._config.name,
+            self._config.architecture.name,
+            self._config.architecture.num_parameters / 1e6,
+            self._config.dtype,
+            self._model.device,
+            "as one call" if self._model.is_fused else "one by one",
+            load_s,
+            time.monotonic() - loaded,
+        )
+
+    def _run(self) -> None:
+        try:
+            load_weights(self._model, self._config, self._cancelled)
+        except BaseException as error:
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(time.monotonic() - self._started)
+
+
+def load_weights(model: DenseDecoder, config: ModelConfig, cancelled: threading.Event | None = None) -> None:
+    """Fills every parameter of a new model; gives up with CancelledError once `cancelled` is set. Raises ConfigError
+    as `load_model`."""
+    if config.load_format == "dummy":
+        with _pool(model.device) as pool:
             _fill_randomly(pool, model.targets(), config.seed)
-            return
-        with closing(_open_source(config)) as source:
-            match = match_gguf if config.load_format == "gguf" else match_safetensors
-            _run_copies(pool, match(model, source.shapes, config.path), source, model.device)
+        return
+    with closing(_open_source(config)) as source:
+        match = match_gguf if config.load_format == "gguf" else match_safetensors
+        destinations = match(model, source.shapes, config.path)
+        _run_copies(destinations, source, model.device, cancelled or threading.Event())
 
 
 def _open_source(config: ModelConfig) -> WeightSource:
@@ -71,10 +120,10 @@ def _open_source(config: ModelConfig) -> WeightSource:
 
 
 @contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
+def _pool(device: torch.device) -> Iterator[ThreadPoolExecutor]:
     """Threads that each run torch operators alone: parallel work is divided among them already."""
     num_threads = torch.get_num_threads()
-    workers = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    workers = min(_MAX_THREADS[device.type], len(os.sched_getaffinity(0)))
     try:
         with ThreadPoolExecutor(workers, "load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool
@@ -83,42 +132,49 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def _run_copies(
-    pool: ThreadPoolExecutor, destinations: Sequence[Destination], source: WeightSource, device: torch.device
+    destinations: Sequence[Destination], source: WeightSource, device: torch.device, cancelled: threading.Event
 ) -> None:
     """Fills every destination. The first error cancels what has not begun."""
-    run_elements = _CUDA_RUN_ELEMENTS if device.type == "cuda" else _CPU_RUN_ELEMENTS
-    runs = [run for destination in destinations for run in _runs(destination, source, run_elements)]
+    run_bytes = _RUN_BYTES[device.type]
+    runs = [run for destination in destinations for run in _runs(destination, source, run_bytes)]
     total = sum(destination.target.nbytes for destination in destinations)
-    futures = {pool.submit(copy): nbytes for copy, nbytes in runs}
-    try:
-        with log_progress_bar(logger, total=total, desc="loading weights", unit="B", unit_scale=True) as bar:
-            for future in as_completed(futures):
-                future.result()
-                bar.update(futures[future])
-    finally:
-        for future in futures:
-            future.cancel()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    lanes: list[Lane] = []
+    of_thread = threading.local()
+
+    def run_in_lane(copy: Callable[[Lane], None]) -> None:
+        lane: Lane | None = getattr(of_thread, "lane", None)
+        if lane is None:
+            lane = of_thread.lane = Lane(device, run_bytes)
+            lanes.append(lane)
+        copy(lane)
+
+    with _pool(device) as pool:
+        futures = {pool.submit(run_in_lane, copy): num_bytes for copy, num_bytes in runs}
+        try:
+            with log_progress_bar(logger, total=total, desc="loading weights", unit="B", unit_scale=True) as bar:
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update(futures[future])
+                    if cancelled.is_set():
+                        raise CancelledError
+        finally:
+            for future in futures:
+                future.cancel()
+    for lane in lanes:
+        lane.finish()
 
 
 def _runs(
-    destination: Destination, source: WeightSource, run_elements: int
-) -> Iterator[tuple[Callable[[], None], int]]:
+    destination: Destination, source: WeightSource, run_bytes: int
+) -> Iterator[tuple[Callable[[Lane], None], int]]:
     """Copies that together fill one destination, each with the number of bytes it writes."""
     target = destination.target
     slab = target.numel() // target.shape[0]
-    step = max(1, run_elements // slab)
+    item_bytes = max(source.dtype(destination.name).itemsize, target.itemsize)
+    step = max(1, run_bytes // (slab * item_bytes))
     for first in range(0, target.shape[0], step):
         part = target[first : first + step]
-        yield partial(_copy_run, source, destination.name, first * slab, part), part.nbytes
-
-
-def _copy_run(source: WeightSource, name: str, first: int, part: torch.Tensor) -> None:
-    values = source.read(name, first, part.numel(), pinned=part.is_cuda)
-    if part.is_cuda:
-        values = values.to(part.device, non_blocking=True)
-    part.copy_(values.view(part.shape))
+        yield partial(Lane.copy, source=source, name=destination.name, first=first * slab, part=part), part.nbytes
 
 
 def _fill_randomly(pool: ThreadPoolExecutor, targets: Mapping[str, torch.Tensor], seed: int) -> None:

@@ -1,7 +1,7 @@
 """Sources of weights: files that give runs of elements of a named tensor, as CPU tensors of whatever type they hold.
 
-Reads are positioned (`pread`), so any number of threads may share a source. Nothing is mapped and nothing is kept:
-memory use is one run per thread.
+Reads are positioned (`pread`) and go to buffers of the caller's, so any number of threads may share a source. Nothing
+is mapped and nothing is kept.
 """
 
 import os
@@ -28,11 +28,16 @@ class WeightSource(ABC):
     """By the checkpoint's own names."""
 
     @abstractmethod
-    def read(self, name: str, first: int, count: int, pinned: bool) -> torch.Tensor:
-        """Elements [first, first + count) of a tensor in row-major order, floating point [count].
+    def dtype(self, name: str) -> torch.dtype:
+        """The floating-point type that `read` gives. Raises ConfigError for a type that cannot be read."""
 
-        `first` and `count` are whole numbers of the tensor's rows. `pinned` asks for page-locked memory, from which
-        copies to a GPU need no staging. Raises ConfigError for a type that cannot be read.
+    @abstractmethod
+    def read(self, name: str, first: int, count: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Elements [first, first + count) of a tensor in row-major order, [count] of `dtype`.
+
+        `first` and `count` are whole numbers of the tensor's rows. What needs no conversion is read into `buffer`
+        (uint8, of exactly the size of the result, contiguous), and the result is a view of it. Raises ConfigError for
+        a type that cannot be read.
         """
 
     @abstractmethod
@@ -46,16 +51,14 @@ class _Files:
     def __init__(self, paths: set[str]) -> None:
         self._descriptors = {path: os.open(path, os.O_RDONLY) for path in paths}
 
-    def read(self, path: str, offset: int, nbytes: int, pinned: bool) -> torch.Tensor:
-        """uint8 [nbytes] from `offset` on. Raises ConfigError if the file got shorter since it was checked."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        view, done = buffer.numpy().data, 0
-        while done < nbytes:
-            got = os.preadv(self._descriptors[path], [view[done:]], offset + done)
+    def read(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on. Raises ConfigError if the file got shorter since it was checked."""
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(self._descriptors[path], [buffer[done:]], offset + done)
             if got == 0:
                 raise ConfigError(f"{path} is truncated: nothing at byte {offset + done}; download it again")
             done += got
-        return buffer
 
     def close(self) -> None:
         while self._descriptors:
@@ -71,15 +74,19 @@ class SafetensorsSource(WeightSource):
         self.shapes = {entry.name: entry.shape for entry in entries}
         self._files = _Files({str(entry.path) for entry in entries})
 
-    def read(self, name: str, first: int, count: int, pinned: bool) -> torch.Tensor:
+    def dtype(self, name: str) -> torch.dtype:
         entry = self._entries[name]
         dtype = _SAFETENSORS_DTYPES.get(entry.dtype)
         if dtype is None:
             raise ConfigError(
                 f"{entry.path}: tensor {name} has type {entry.dtype}; quantized weights are not supported"
             )
-        size = dtype.itemsize
-        return self._files.read(str(entry.path), entry.offset + first * size, count * size, pinned).view(dtype)
+        return dtype
+
+    def read(self, name: str, first: int, count: int, buffer: torch.Tensor) -> torch.Tensor:
+        entry, dtype = self._entries[name], self.dtype(name)
+        self._files.read(str(entry.path), entry.offset + first * dtype.itemsize, buffer.numpy().data)
+        return buffer.view(dtype)
 
     def close(self) -> None:
         self._files.close()
@@ -93,18 +100,21 @@ class GGUFSource(WeightSource):
         self.shapes = {tensor.name: tensor.shape for tensor in self._tensors.values()}
         self._files = _Files({tensor.path for tensor in self._tensors.values()})
 
-    def read(self, name: str, first: int, count: int, pinned: bool) -> torch.Tensor:
+    def dtype(self, name: str) -> torch.dtype:
+        return _GGUF_DTYPES.get(GGML_TYPES[self._tensors[name].type_id].name, torch.float32)
+
+    def read(self, name: str, first: int, count: int, buffer: torch.Tensor) -> torch.Tensor:
         tensor = self._tensors[name]
         storage = GGML_TYPES[tensor.type_id]
         offset = tensor.offset + first // storage.block_size * storage.block_bytes
-        nbytes = count // storage.block_size * storage.block_bytes
-        dtype = _GGUF_DTYPES.get(storage.name)
-        if dtype is not None:
-            return self._files.read(tensor.path, offset, nbytes, pinned).view(dtype)
-        blocks = self._files.read(tensor.path, offset, nbytes, pinned=False).numpy()
+        if storage.name in _GGUF_DTYPES:
+            self._files.read(tensor.path, offset, buffer.numpy().data)
+            return buffer.view(_GGUF_DTYPES[storage.name])
+        blocks = np.empty((1, count // storage.block_size * storage.block_bytes), np.uint8)
+        self._files.read(tensor.path, offset, blocks[0].data)
         try:
             # One long row: gguf works in groups of 16 rows, and with short rows Python takes most of the time.
-            values = quants.dequantize(blocks.reshape(1, nbytes), GGMLQuantizationType(tensor.type_id))
+            values = quants.dequantize(blocks, GGMLQuantizationType(tensor.type_id))
         except NotImplementedError as error:
             raise ConfigError(f"{tensor.path}: tensor {name} has type {storage.name}, which cannot be read") from error
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).reshape(count))
