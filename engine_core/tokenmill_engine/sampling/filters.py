@@ -62,12 +62,12 @@ def draw_filtered(weights: torch.Tensor, u: torch.Tensor, params: FilterParams, 
     host wait.
     """
     if weights.shape[1] <= _NUM_CANDIDATES or not (small_top_k or weights.device.type == "cpu"):
-        return _draw_above_threshold(weights, u, params)
+        return draw_above_threshold(weights, u, params)
     token, covered = _draw_from_candidates(weights, u, params)
     if small_top_k or bool(covered.all()):
         return token
     rest = (~covered).nonzero().squeeze(1)
-    token[rest] = _draw_above_threshold(weights[rest], u[rest], params.rows(rest))
+    token[rest] = draw_above_threshold(weights[rest], u[rest], params.rows(rest))
     return token
 
 
@@ -117,7 +117,8 @@ def _draw_from_candidates(
     return token.squeeze(1).clamp_(max=weights.shape[1] - 1), covered.squeeze(1)
 
 
-def _draw_above_threshold(weights: torch.Tensor, u: torch.Tensor, params: FilterParams) -> torch.Tensor:
+def draw_above_threshold(weights: torch.Tensor, u: torch.Tensor, params: FilterParams) -> torch.Tensor:
+    """As `draw_filtered`, by a sort of the whole vocabulary."""
     descending = _sorted_descending(weights)
     kept, _ = num_kept(descending, params, complete=True)
     threshold = descending.gather(1, kept - 1)

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from tokenmill_engine.sampling import table as columns
-from tokenmill_engine.sampling.drawing import RandomRows, draw_rows
+from tokenmill_engine.sampling.drawing import RandomRows, argmax, draw_rows, sample_rows
 from tokenmill_engine.sampling.edits import EditBatch
 from tokenmill_engine.sampling.logprobs import Logprobs, RawScores
 from tokenmill_engine.sampling.penalties import apply_penalties
 from tokenmill_engine.sampling.table import SamplingTable
-from tokenmill_engine.sampling.tokens import INVALID_TOKEN, Rows, TokenTable
+from tokenmill_engine.sampling.tokens import Rows, TokenTable
 
 
 @dataclass(slots=True)
@@ -75,6 +75,27 @@ class Sampler:
             self._batch, self._batch_key = SamplingBatch(slots, self._table), key
         return self._batch
 
+    def features(self, slots: NDArray[np.int32]) -> int:
+        """The feature bits of `sampling.table` that any request in `slots` [n] switches on, on the host."""
+        return int(np.bitwise_or.reduce(self._table.features[slots], initial=0))
+
+    def sample_on_device(self, logits: torch.Tensor, slots: torch.Tensor, features: int) -> torch.Tensor:
+        """One token for each row, decided on the device alone, so that a CUDA graph can hold it.
+
+        Every row finds its parameters, tokens and counts in the tables by its slot when the kernels run. A graph
+        captured for a set of features serves any batch that needs no others: `features(slots) & ~captured == 0`.
+
+        Args:
+            logits: float32 [n, vocab_size], contiguous rows; overwritten.
+            slots: int32 [n] on the device; -1 for padding, whose logits may be anything.
+            features: bits that rows may have, within `sampling.table.ON_DEVICE`. They choose which kernels are
+                launched (none but an argmax for 0); rows without a feature do not pay for it beyond that.
+        Returns:
+            int32 [n], `INVALID_TOKEN` for padding and where the logits are no distribution. On CUDA memory of its own,
+            or of the graph that is being captured.
+        """
+        return sample_rows(logits, slots, features, self._table, self._tokens)
+
     def sample(self, logits: torch.Tensor, slots: NDArray[np.int32], max_tokens: int) -> Sampled:
         """One token for each row.
 
@@ -85,7 +106,7 @@ class Sampler:
         """
         batch = self.batch(slots)
         if not batch.any_feature:
-            return Sampled(_argmax(logits))
+            return Sampled(argmax(logits))
         raw = None
         if batch.logprobs is not None:
             intact = len(batch.logprobs) == batch.num_rows and not batch.changes_logits
@@ -103,22 +124,10 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """int32 [n]"""
         if batch.random is None:
-            return _argmax(logits)
+            return argmax(logits)
         if len(batch.random.everything) == batch.num_rows:
             token_ids = torch.empty(batch.num_rows, dtype=torch.int32, device=logits.device)
         else:
-            token_ids = _argmax(logits)
+            token_ids = argmax(logits)
         draw_rows(token_ids, logits, batch.random, self._table, self._tokens)
         return token_ids
-
-
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """int32 [n]: first largest logit of each row, `INVALID_TOKEN` if it is not a finite number."""
-    if logits.device.type == "cpu":
-        # NumPy's vectorized argmax is over ten times as fast as torch's here; both stop at a NaN.
-        rows = logits.numpy()
-        best = rows.argmax(axis=1)
-        valid = np.isfinite(rows[np.arange(len(rows)), best])
-        return torch.from_numpy(np.where(valid, best, INVALID_TOKEN).astype(np.int32))
-    value, index = logits.max(dim=1)
-    return torch.where(value.isfinite(), index, INVALID_TOKEN).to(torch.int32)

@@ -30,6 +30,9 @@ EDIT: Final = 16
 """A logit bias, forbidden or allowed tokens."""
 LOGPROBS: Final = 32
 
+ON_DEVICE: Final = RANDOM | FILTER | SMALL_TOP_K | PENALTY
+"""What `Sampler.sample_on_device` does."""
+
 MAX_SMALL_TOP_K: Final = 64
 
 # Columns of `SamplingTable.floats`.
