@@ -13,27 +13,21 @@ _LARGEST_E4M3 = tl.constexpr(448.0)
 
 
 @triton.jit
-def _store_cached(cache_ptr, offsets, values, mask, inverse_scale):
-    """Stores what attention multiplies by the scale again. Of the 8-bit types only e4m3 is known: it saturates."""
+def _store_cached(cache_ptr, offsets, values, mask, scale, scale_is_pointer: tl.constexpr):
+    """Stores what attention multiplies by the scale again: a float, the float32 at a pointer, or None.
+    Of the 8-bit types only e4m3 is known; it saturates."""
     dtype = cache_ptr.dtype.element_ty
-    if inverse_scale is not None:
-        values = values.to(tl.float32) * inverse_scale
+    if scale is not None:
+        inverse = 1.0 / (tl.load(scale) if scale_is_pointer else scale)
+        values = values.to(tl.float32) * inverse
     if dtype.is_fp8():
         values = tl.clamp(values.to(tl.float32), -_LARGEST_E4M3, _LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)
     tl.store(cache_ptr + offsets, values.to(dtype), mask=mask)
 
 
 @triton.jit
-def _inverse(scale, is_pointer: tl.constexpr):
-    """1 / scale, of a float or of the float32 at a pointer; None for None."""
-    if scale is None:
-        return None
-    return 1.0 / (tl.load(scale) if is_pointer else scale)
-
-
-@triton.jit
 def _rotate_heads(
-    heads_ptr, cache_ptr, inverse_scale, inside, cached, cos, sin, norm_ptr, eps,
+    heads_ptr, cache_ptr, scale, scale_is_pointer: tl.constexpr, inside, cached, cos, sin, norm_ptr, eps,
     head_dim: tl.constexpr, half: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
 ):  # fmt: skip
     """Normalises (given `norm_ptr`) and rotates the heads at `heads_ptr` [heads, 1] in place, and writes them to
@@ -64,10 +58,11 @@ def _rotate_heads(
     tl.store(heads_ptr + half + dims, rotated_second, mask=keep)
     if cache_ptr is not None:
         keep_cached = cached & (dims < half)
-        _store_cached(cache_ptr, dims, rotated_first, keep_cached, inverse_scale)
-        _store_cached(cache_ptr, half + dims, rotated_second, keep_cached, inverse_scale)
+        _store_cached(cache_ptr, dims, rotated_first, keep_cached, scale, scale_is_pointer)
+        _store_cached(cache_ptr, half + dims, rotated_second, keep_cached, scale, scale_is_pointer)
         if rest_block > 0:
-            _store_cached(cache_ptr, rest_dims, rest.to(dtype), cached & (rest_dims < head_dim), inverse_scale)
+            keep_rest = cached & (rest_dims < head_dim)
+            _store_cached(cache_ptr, rest_dims, rest.to(dtype), keep_rest, scale, scale_is_pointer)
 
 
 @triton.jit
@@ -97,7 +92,8 @@ def _rotary_kv_write_kernel(
         inside = heads < num_heads
         q_heads = q_ptr + token * q_token_stride + heads * q_head_stride
         _rotate_heads(
-            q_heads, None, None, inside, inside, cos, sin, q_norm_ptr, eps, head_dim, half, half_block, rest_block
+            q_heads, None, None, False, inside, inside, cos, sin, q_norm_ptr, eps, head_dim, half, half_block,
+            rest_block,
         )  # fmt: skip
     else:
         heads = (group - num_query_groups) * heads_per_program + tl.arange(0, heads_per_program)[:, None]
@@ -108,13 +104,13 @@ def _rotary_kv_write_kernel(
         cache_heads = row + heads * cache_head_stride
         k_heads = k_ptr + token * k_token_stride + heads * k_head_stride
         _rotate_heads(
-            k_heads, k_cache_ptr + cache_heads, _inverse(k_scale, k_scale_is_pointer), inside, cached, cos, sin,
-            k_norm_ptr, eps, head_dim, half, half_block, rest_block,
+            k_heads, k_cache_ptr + cache_heads, k_scale, k_scale_is_pointer, inside, cached, cos, sin, k_norm_ptr, eps,
+            head_dim, half, half_block, rest_block,
         )  # fmt: skip
         v_dims = tl.arange(0, dim_block)[None, :]
         keep = cached & (v_dims < head_dim)
         v = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + v_dims, mask=keep, other=0.0)
-        _store_cached(v_cache_ptr + cache_heads, v_dims, v, keep, _inverse(v_scale, v_scale_is_pointer))
+        _store_cached(v_cache_ptr + cache_heads, v_dims, v, keep, v_scale, v_scale_is_pointer)
 
 
 def rotary_kv_write(

@@ -6,13 +6,14 @@ Padding: requests with no new token (any slot), tokens that no request owns, sam
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from tokenmill_kernels.gpu.launch import COMPILE_OPTIONS
+from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 
 _BLOCK = 512
 _MAX_PIECES = 8
@@ -59,80 +60,111 @@ class StepTokens:
     """[R]: computed tokens after the step; 0 for padding."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks of one KV group: `table` by slot, the other two are outputs of `expand`."""
+
+    table: torch.Tensor
+    """int32 [num_slots, max_blocks]"""
+    step_table: torch.Tensor
+    """int32 [R, max_blocks]: block tables of the step; entries past a request's blocks keep what they held."""
+    slots: torch.Tensor
+    """int64 [T]: where the new keys and values go, block * block_size + offset; -1 in padding."""
+
+
 @triton.jit
-def _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row):
-    """(first token, number of new tokens, slot as int64, computed tokens) of a request; all counts 0 in padding."""
-    start = tl.load(query_start_loc_ptr + row)
-    count = tl.load(query_start_loc_ptr + row + 1) - start
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    computed = tl.load(num_computed_ptr + slot, mask=count > 0, other=0)
-    return start, count, slot, computed
-
-
-@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
-def _expand_tokens_kernel(
-    input_ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr, query_start_loc_ptr, token_ids_ptr, num_computed_ptr,
-    num_requests, num_tokens, token_stride, block: tl.constexpr,
+def _expand_request(
+    input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr, slot_tokens_ptr, slot_table_ptr, row,
+    start, count, computed, out_stride, block_size: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Row program_id(0) of the step; the row after the last is the padding."""
-    row = tl.program_id(0)
+    """One request: its new tokens and its length (if `input_ids_ptr` is given), its block table and the slots of the
+    tokens (if `slot_table_ptr` is)."""
     lanes = tl.program_id(1) * block + tl.arange(0, block)
     step = tl.num_programs(1) * block
-    if row < num_requests:
-        start, count, slot, computed = _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row)
-        if tl.program_id(1) == 0:
-            tl.store(seq_lens_ptr + row, computed + count)
-        for done in range(0, count, step):
-            tokens = done + lanes
-            inside = tokens < count
-            positions = computed + tokens
-            token_ids = tl.load(token_ids_ptr + slot * token_stride + positions, mask=inside, other=0)
+    if input_ids_ptr is not None:
+        tl.store(seq_lens_ptr + row, computed + count, mask=tl.program_id(1) == 0)
+    for done in range(0, count, step):
+        tokens = done + lanes
+        inside = tokens < count
+        positions = computed + tokens
+        if input_ids_ptr is not None:
+            token_ids = tl.load(slot_tokens_ptr + positions, mask=inside, other=0)
             tl.store(input_ids_ptr + start + tokens, token_ids, mask=inside)
             tl.store(positions_ptr + start + tokens, positions, mask=inside)
-    else:
-        for done in range(tl.load(query_start_loc_ptr + num_requests), num_tokens, step):
-            tokens = done + lanes
-            zeros = tl.zeros((block,), dtype=tl.int32)
-            tl.store(input_ids_ptr + tokens, zeros, mask=tokens < num_tokens)
-            tl.store(positions_ptr + tokens, zeros, mask=tokens < num_tokens)
-
-
-def expand_tokens(tables: RequestTables, rows: StepRows, out: StepTokens) -> None:
-    """Fills `out` with the next tokens of each request: those after its computed ones."""
-    _expand_tokens_kernel[rows.grid()](
-        out.input_ids, out.positions, out.seq_lens, rows.slots, rows.query_start_loc, tables.token_ids,
-        tables.num_computed, rows.slots.shape[0], out.input_ids.shape[0], tables.token_ids.stride(0),
-        block=_BLOCK, num_warps=4, **COMPILE_OPTIONS,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_requests", "num_tokens", "out_stride"])
-def _expand_blocks_kernel(
-    out_table_ptr, slot_mapping_ptr, slots_ptr, query_start_loc_ptr, num_computed_ptr, table_ptr,
-    num_requests, num_tokens, table_stride, out_stride, block_size: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Row program_id(0) of the step; the row after the last is the padding."""
-    row = tl.program_id(0)
-    lanes = tl.program_id(1) * block + tl.arange(0, block)
-    step = tl.num_programs(1) * block
-    if row < num_requests:
-        start, count, slot, computed = _row_bounds(query_start_loc_ptr, num_computed_ptr, slots_ptr, row)
-        slot_table_ptr = table_ptr + slot * table_stride
+        if slot_table_ptr is not None:
+            blocks = tl.load(slot_table_ptr + positions // block_size, mask=inside, other=0).to(tl.int64)
+            tl.store(slot_mapping_ptr + start + tokens, blocks * block_size + positions % block_size, mask=inside)
+    if slot_table_ptr is not None:
         num_blocks = tl.cdiv(computed + count, block_size)
         for done in range(0, num_blocks, step):
             columns = done + lanes
             blocks = tl.load(slot_table_ptr + columns, mask=columns < num_blocks, other=0)
             tl.store(out_table_ptr + row.to(tl.int64) * out_stride + columns, blocks, mask=columns < num_blocks)
-        for done in range(0, count, step):
-            tokens = done + lanes
-            inside = tokens < count
-            positions = computed + tokens
-            blocks = tl.load(slot_table_ptr + positions // block_size, mask=inside, other=0).to(tl.int64)
-            tl.store(slot_mapping_ptr + start + tokens, blocks * block_size + positions % block_size, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "out_stride"])
+def _expand_kernel(
+    input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr, slots_ptr, query_start_loc_ptr,
+    token_ids_ptr, num_computed_ptr, table_ptr, num_requests, num_tokens, token_stride, table_stride, out_stride,
+    block_size: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Row program_id(0) of the step; the row after the last is the padding. `input_ids_ptr` is None if only blocks
+    are wanted, `table_ptr` if only tokens are."""
+    let_dependents_start(pdl)
+    wait_for_inputs(pdl)
+    row = tl.program_id(0)
+    if row < num_requests:
+        start = tl.load(query_start_loc_ptr + row)
+        count = tl.load(query_start_loc_ptr + row + 1) - start
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        # Padding may name any slot, even one that does not exist.
+        computed = tl.load(num_computed_ptr + slot, mask=count > 0, other=0)
+        slot_tokens_ptr = token_ids_ptr if input_ids_ptr is None else token_ids_ptr + slot * token_stride
+        slot_table_ptr = table_ptr if table_ptr is None else table_ptr + slot * table_stride
+        _expand_request(
+            input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr, slot_tokens_ptr,
+            slot_table_ptr, row, start, count, computed, out_stride, block_size, block,
+        )  # fmt: skip
     else:
+        lanes = tl.program_id(1) * block + tl.arange(0, block)
+        step = tl.num_programs(1) * block
         for done in range(tl.load(query_start_loc_ptr + num_requests), num_tokens, step):
-            tokens = done + lanes
-            tl.store(slot_mapping_ptr + tokens, tl.full((block,), -1, dtype=tl.int64), mask=tokens < num_tokens)
+            inside = done + lanes < num_tokens
+            if input_ids_ptr is not None:
+                tl.store(input_ids_ptr + done + lanes, tl.zeros((block,), dtype=tl.int32), mask=inside)
+                tl.store(positions_ptr + done + lanes, tl.zeros((block,), dtype=tl.int32), mask=inside)
+            if table_ptr is not None:
+                tl.store(slot_mapping_ptr + done + lanes, tl.full((block,), -1, dtype=tl.int64), mask=inside)
+
+
+def _launch_expand(
+    tables: RequestTables, rows: StepRows, block_size: int, tokens: StepTokens | None, blocks: GroupBlocks | None
+) -> None:
+    """One launch for the tokens, for the blocks of a group, or for both."""
+    filled = (None,) * 3 if tokens is None else (tokens.input_ids, tokens.positions, tokens.seq_lens)
+    table, out_table, slot_mapping = (None,) * 3 if blocks is None else (blocks.table, blocks.step_table, blocks.slots)
+    by_token = slot_mapping if tokens is None else tokens.input_ids
+    _expand_kernel[rows.grid()](
+        *filled, out_table, slot_mapping, rows.slots, rows.query_start_loc, tables.token_ids, tables.num_computed,
+        table, rows.slots.shape[0], by_token.shape[0], tables.token_ids.stride(0),
+        0 if table is None else table.stride(0), 0 if out_table is None else out_table.stride(0),
+        block_size=block_size, block=_BLOCK, num_warps=4, **launch_options(rows.slots.device),
+    )  # fmt: skip
+
+
+def expand(
+    tables: RequestTables, rows: StepRows, block_size: int, tokens: StepTokens, groups: Sequence[GroupBlocks]
+) -> None:
+    """Fills `tokens` with the next tokens of each request, those after its computed ones, and the outputs of every KV
+    group. The tokens and the first group share a launch."""
+    _launch_expand(tables, rows, block_size, tokens, groups[0] if groups else None)
+    for group in groups[1:]:
+        _launch_expand(tables, rows, block_size, None, group)
+
+
+def expand_tokens(tables: RequestTables, rows: StepRows, out: StepTokens) -> None:
+    """Fills `out` with the next tokens of each request: those after its computed ones."""
+    _launch_expand(tables, rows, 1, out, None)
 
 
 def expand_blocks(
@@ -142,26 +174,19 @@ def expand_blocks(
     block_size: int,
     out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Block tables and slot mapping of one KV group.
-
-    From `table` int32 [num_slots, max_blocks] and `num_computed` int32 [num_slots] fills `out`: block tables int32
-    [R, max_blocks], of which entries past a request's blocks keep what they held, and slots int64 [T] where the new
-    keys and values go, -1 in padding.
-    """
-    out_table, slot_mapping = out
-    _expand_blocks_kernel[rows.grid()](
-        out_table, slot_mapping, rows.slots, rows.query_start_loc, num_computed, table, rows.slots.shape[0],
-        slot_mapping.shape[0], table.stride(0), out_table.stride(0),
-        block_size=block_size, block=_BLOCK, num_warps=4, **COMPILE_OPTIONS,
-    )  # fmt: skip
+    """`GroupBlocks(table, *out)` of one KV group alone; `num_computed` is that of the tables."""
+    tables = RequestTables(table, num_computed, num_computed)
+    _launch_expand(tables, rows, block_size, None, GroupBlocks(table, *out))
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_samples", "max_len"])
 def _advance_kernel(
     token_ids_ptr, num_tokens_ptr, num_computed_ptr, slots_ptr, query_start_loc_ptr, sample_slots_ptr, sampled_ptr,
-    num_requests, num_samples, token_stride, max_len, block: tl.constexpr,
+    num_requests, num_samples, token_stride, max_len, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Each lane advances one request and appends one sampled token."""
+    let_dependents_start(pdl)
+    wait_for_inputs(pdl)
     lanes = tl.program_id(0) * block + tl.arange(0, block)
     inside = lanes < num_requests
     start = tl.load(query_start_loc_ptr + lanes, mask=inside, other=0)
@@ -187,5 +212,5 @@ def advance(tables: RequestTables, rows: StepRows, sample_slots: torch.Tensor, s
     _advance_kernel[(triton.cdiv(max(num_requests, num_samples), block),)](
         tables.token_ids, tables.num_tokens, tables.num_computed, rows.slots, rows.query_start_loc, sample_slots,
         sampled, num_requests, num_samples, tables.token_ids.stride(0), tables.token_ids.shape[1],
-        block=block, num_warps=4, **COMPILE_OPTIONS,
+        block=block, num_warps=4, **launch_options(sampled.device),
     )  # fmt: skip

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill_kernels.gpu.state import RequestTables, StepRows, StepTokens, advance, expand_blocks, expand_tokens
+from tokenmill_kernels.gpu.state import (
+    GroupBlocks,
+    RequestTables,
+    StepRows,
+    StepTokens,
+    advance,
+    expand,
+    expand_blocks,
+    expand_tokens,
+)
 
 NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 9, 2048, 16
 
@@ -39,15 +48,19 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(("slots", "counts", "computed", "padding"), CASES.values(), ids=CASES.keys())
-def test_expand(slots: list[int], counts: list[int], computed: dict[int, int], padding: int) -> None:
+def test_expand(slots: list[int], counts: list[int], computed: dict[int, int], padding: int, together: bool) -> None:
     tables, rows = make_tables(computed), make_rows(slots, counts)
     table = torch.randint(0, 1 << 20, (NUM_SLOTS, MAX_LEN // BLOCK_SIZE), dtype=torch.int32)
     num_tokens = sum(counts) + padding
     out = StepTokens(*(torch.full((size,), -7, dtype=torch.int32) for size in (num_tokens, num_tokens, len(slots))))
     blocks, slot_mapping = torch.full((len(slots), table.shape[1]), -7, dtype=torch.int32), torch.full((num_tokens,), 9)
-    expand_tokens(tables, rows, out)
-    expand_blocks(table, tables.num_computed, rows, BLOCK_SIZE, (blocks, slot_mapping))
+    if together:
+        expand(tables, rows, BLOCK_SIZE, out, [GroupBlocks(table, blocks, slot_mapping)])
+    else:
+        expand_tokens(tables, rows, out)
+        expand_blocks(table, tables.num_computed, rows, BLOCK_SIZE, (blocks, slot_mapping))
 
     start = 0
     for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
@@ -68,6 +81,22 @@ def test_expand(slots: list[int], counts: list[int], computed: dict[int, int], p
     assert not out.input_ids[start:].any()
     assert not out.positions[start:].any()
     assert (slot_mapping[start:] == -1).all()
+
+
+def test_expand_of_several_groups() -> None:
+    tables, rows = make_tables({4: 30, 0: 0}), make_rows([4, 0], [2, 17])
+    table = torch.randint(0, 1 << 20, (2, NUM_SLOTS, MAX_LEN // BLOCK_SIZE), dtype=torch.int32)
+    out = StepTokens(*(torch.full((size,), -7, dtype=torch.int32) for size in (21, 21, 2)))
+    groups = [GroupBlocks(each, torch.full_like(each[:2], -7), torch.full((21,), 9)) for each in table]
+    expand(tables, rows, BLOCK_SIZE, out, groups)
+    positions = torch.tensor([30, 31, *range(17)])
+    assert out.positions.tolist() == [*positions.tolist(), 0, 0]
+    for each, group in zip(table, groups, strict=True):
+        assert torch.equal(group.step_table[0, :2], each[4, :2])
+        assert torch.equal(group.step_table[1, :2], each[0, :2])
+        owners = torch.tensor([4] * 2 + [0] * 17)
+        expected = each[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        assert group.slots.tolist() == [*expected.tolist(), -1, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
