@@ -22,7 +22,7 @@ from triton.errors import TritonError
 
 from tokenmill_kernels import ops
 from tokenmill_kernels.gpu import attention
-from tokenmill_kernels.gpu.attention import TileConfig
+from tokenmill_kernels.gpu.attention_tiles import TileConfig
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 32, 8, 128, 16
 HIDDEN, INTERMEDIATE = 4096, 14336

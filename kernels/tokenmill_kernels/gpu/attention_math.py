@@ -1,4 +1,4 @@
-"""What the decode and the prefill kernel share: the online softmax over a tile of paged keys and values."""
+"""What the attention kernels share: scores, cache addresses, and the tiles of keys that a request has."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
@@ -45,3 +45,29 @@ def load_rows(cache_ptr, rows, head_dim: tl.constexpr, dim_block: tl.constexpr):
     dims = tl.arange(0, dim_block)[None, :]
     pointers = cache_ptr + rows[:, None] + dims
     return tl.load(pointers) if head_dim == dim_block else tl.load(pointers, mask=dims < head_dim, other=0.0)
+
+
+@triton.jit
+def cache_scale(scale, scale_ptr, head, stride):
+    """`scale` times what `scale_ptr` holds for key/value head `head`; None means 1."""
+    if scale_ptr is not None:
+        scale *= tl.load(scale_ptr + head * stride)
+    return scale
+
+
+@triton.jit
+def first_tile(seq_len, block_n: tl.constexpr, window: tl.constexpr):
+    """The first tile of keys that the last of `seq_len` tokens sees; `window` 0 means no window."""
+    return seq_len * 0 if window == 0 else tl.maximum(seq_len - window, 0) // block_n
+
+
+@triton.jit
+def decode_tiles(
+    requests, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n: tl.constexpr, window: tl.constexpr
+):  # fmt: skip
+    """Tiles of keys per head of `requests` (a scalar or a vector); 0 for those without exactly one new token."""
+    inside = requests < num_requests
+    start = tl.load(query_start_loc_ptr + requests, mask=inside, other=0)
+    end = tl.load(query_start_loc_ptr + requests + 1, mask=inside, other=0)
+    seq_len = tl.load(seq_lens_ptr + requests, mask=inside, other=0)
+    return tl.where(end - start == 1, tl.cdiv(seq_len, block_n) - first_tile(seq_len, block_n, window), 0)

@@ -2,6 +2,36 @@
 
 from dataclasses import dataclass
 
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Runs of key tiles for the programs of the decode launch, and where they leave what has to be merged."""
+
+    block_n: int
+    """Keys of a tile."""
+    runs: torch.Tensor
+    """int32 [num_programs, 8], written on the device: see `attention_planner`."""
+    partials: torch.Tensor
+    """float32 [2 * num_programs, group, head_dim]: unnormalised sums of values."""
+    stats: torch.Tensor
+    """float32 [2 * num_programs, group, 2]: maximum score and sum of weights of each partial."""
+    arrivals: torch.Tensor
+    """int32 [num_programs]: partials that are there of the head that begins in a run; 0 between launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Query tiles for the prefill launch, those with the most keys first."""
+
+    queries: int
+    """Tokens of a tile."""
+    tiles: torch.Tensor
+    """int32 [max_tiles, 2], written on the device: request, tile within it."""
+    num_tiles: torch.Tensor
+    """int32 [1], written on the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -9,3 +39,7 @@ class AttentionPlan:
 
     window: int
     """Keys that a query sees; 0 means all."""
+    decode: DecodePlan | None
+    """None if the step has no request with one new token."""
+    prefill: PrefillPlan | None
+    """None if the step has no other request."""

@@ -1,0 +1,213 @@
+"""Builds the work list of a step's attention on the device, in one launch.
+
+Decodes (requests with exactly one new token). Their keys are cut into tiles, numbered request by request and within
+a request head by head:
+
+    request 0, head 0, tiles 0..t0-1 | request 0, head 1, ... | request 1, head 0, ...
+
+Program p of the decode launch attends to run p of that list, all runs being equally long, so a batch of any lengths
+is balanced and nothing is launched in vain. Where it costs little balance, every head is padded to whole runs: then
+each program has one part of one head, and shorter heads are not merged at all.
+
+Prefills (all others). A tile is some consecutive tokens of one request; tiles are sorted by the keys they see, longest
+first.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill_kernels.gpu.attention_math import decode_tiles
+from tokenmill_kernels.gpu.attention_plan import DecodePlan, PrefillPlan
+from tokenmill_kernels.gpu.launch import device_limits, launch_options, let_dependents_start, wait_for_inputs
+
+_REQUESTS_AT_ONCE = tl.constexpr(256)
+_RUNS_AT_ONCE = tl.constexpr(64)
+_TILES_AT_ONCE = tl.constexpr(16)
+
+RUN_FIELDS = tl.constexpr(8)
+"""int32 of a run: length of all runs, tiles in this one, multiple that heads are padded to, request of its first tile,
+index of that request's first tile; the rest is padding."""
+
+
+@triton.jit
+def _padded_tiles(
+    query_start_loc_ptr, seq_lens_ptr, num_requests, multiple, block_n: tl.constexpr, window: tl.constexpr
+):
+    """Tiles per head of all decodes together, those of each padded to a multiple of `multiple`."""
+    tiles = tl.zeros((_REQUESTS_AT_ONCE,), dtype=tl.int32)
+    for base in range(0, num_requests, _REQUESTS_AT_ONCE):
+        requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
+        of_each = decode_tiles(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
+        tiles += tl.cdiv(of_each, multiple) * multiple
+    return tl.sum(tiles, axis=0)
+
+
+@triton.jit
+def _run_length(
+    query_start_loc_ptr, seq_lens_ptr, num_requests,
+    num_kv_heads: tl.constexpr, num_sms: tl.constexpr, programs_per_sm: tl.constexpr, block_n: tl.constexpr,
+    window: tl.constexpr,
+):  # fmt: skip
+    """(tiles of a run, multiple that heads are padded to).
+
+    A run that crosses heads starts its pipeline anew at each, and what it leaves has to be merged. So heads are padded
+    to whole runs if the busiest multiprocessor gets at most an eighth more, on all programs or on fewer.
+    """
+    total = _padded_tiles(query_start_loc_ptr, seq_lens_ptr, num_requests, 1, block_n, window) * num_kv_heads
+    length = tl.maximum(tl.cdiv(total, num_sms * programs_per_sm), 1)
+    multiple = 1
+    for shared in tl.static_range(min(2, programs_per_sm), programs_per_sm + 1):
+        equal = tl.maximum(tl.cdiv(total, num_sms * shared), 1)
+        for attempt in tl.static_range(2):
+            longest = equal * 9 // 8 if attempt == 0 else equal
+            padded = _padded_tiles(query_start_loc_ptr, seq_lens_ptr, num_requests, longest, block_n, window)
+            fits = padded // longest * num_kv_heads <= num_sms * shared
+            length = tl.where(fits, longest, length)
+            multiple = tl.where(fits, longest, multiple)
+    return length, multiple
+
+
+@triton.jit
+def _plan_decodes(
+    runs_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, first_run,
+    num_kv_heads: tl.constexpr, num_sms: tl.constexpr, programs_per_sm: tl.constexpr, block_n: tl.constexpr,
+    window: tl.constexpr,
+):  # fmt: skip
+    """Writes the runs from `first_run` on."""
+    length, multiple = _run_length(
+        query_start_loc_ptr, seq_lens_ptr, num_requests, num_kv_heads, num_sms, programs_per_sm, block_n, window
+    )
+    runs = first_run + tl.arange(0, _RUNS_AT_ONCE)
+    starts = runs * length
+    request = tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32)
+    request_start = tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32)
+    seen = 0
+    for base in range(0, num_requests, _REQUESTS_AT_ONCE):
+        requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
+        tiles = decode_tiles(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
+        tiles = tl.cdiv(tiles, multiple) * multiple * num_kv_heads
+        ends = (seen + tl.cumsum(tiles, axis=0))[None, :]
+        before = ends <= starts[:, None]
+        request += tl.sum(before.to(tl.int32), axis=1)
+        request_start = tl.maximum(request_start, tl.max(tl.where(before, ends, 0), axis=1))
+        seen += tl.sum(tiles, axis=0)
+    inside = runs < num_sms * programs_per_sm
+    fields = runs_ptr + runs * RUN_FIELDS
+    tl.store(fields, tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32) + length, mask=inside)
+    tl.store(fields + 1, tl.minimum(tl.maximum(seen - starts, 0), length), mask=inside)
+    tl.store(fields + 2, tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32) + multiple, mask=inside)
+    tl.store(fields + 3, request, mask=inside)
+    tl.store(fields + 4, request_start, mask=inside)
+    tl.store(arrivals_ptr + runs, tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32), mask=inside)
+
+
+@triton.jit
+def _prefill_lengths(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries: tl.constexpr):
+    """(new tokens, tokens before them, query tiles) of each of `requests`; 0 tiles for those that are not prefills."""
+    inside = requests < num_requests
+    start = tl.load(query_start_loc_ptr + requests, mask=inside, other=0)
+    query_len = tl.load(query_start_loc_ptr + requests + 1, mask=inside, other=0) - start
+    seq_len = tl.load(seq_lens_ptr + requests, mask=inside, other=0)
+    return query_len, seq_len - query_len, tl.where(query_len >= min_query_len, tl.cdiv(query_len, queries), 0)
+
+
+@triton.jit
+def _plan_prefills(
+    tiles_ptr, num_tiles_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, chunk,
+    queries: tl.constexpr,
+):  # fmt: skip
+    """Puts the tiles of one chunk, counted request by request, to their places in the sorted list."""
+    index = chunk * _TILES_AT_ONCE + tl.arange(0, _TILES_AT_ONCE)
+    request = tl.zeros((_TILES_AT_ONCE,), dtype=tl.int32)
+    request_start = tl.zeros((_TILES_AT_ONCE,), dtype=tl.int32)
+    seen = 0
+    for base in range(0, num_requests, _REQUESTS_AT_ONCE):
+        requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
+        _, _, tiles = _prefill_lengths(
+            requests, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries
+        )  # fmt: skip
+        ends = (seen + tl.cumsum(tiles, axis=0))[None, :]
+        before = ends <= index[:, None]
+        request += tl.sum(before.to(tl.int32), axis=1)
+        request_start = tl.maximum(request_start, tl.max(tl.where(before, ends, 0), axis=1))
+        seen += tl.sum(tiles, axis=0)
+    if chunk == 0:
+        tl.store(num_tiles_ptr, seen)
+    tile = index - request_start
+    query_len, context, _ = _prefill_lengths(
+        request, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries
+    )  # fmt: skip
+    keys = (context + tl.minimum((tile + 1) * queries, query_len))[:, None]
+    place = tl.zeros((_TILES_AT_ONCE,), dtype=tl.int32)
+    for base in range(0, num_requests, _REQUESTS_AT_ONCE):
+        requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
+        query_lens, contexts, tiles = _prefill_lengths(
+            requests, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries
+        )  # fmt: skip
+        # All tiles but the last one of a request end at multiples of `queries` after its context.
+        contexts, full, last = contexts[None, :], tl.maximum(tiles - 1, 0)[None, :], (contexts + query_lens)[None, :]
+        some = (tiles > 0)[None, :]
+        offset = tl.maximum(keys - contexts, 0)
+        longer = full - tl.minimum(offset // queries, full) + (some & (last > keys)).to(tl.int32)
+        equal = (offset > 0) & (offset % queries == 0) & (offset // queries <= full)
+        equal = equal.to(tl.int32) + (some & (last == keys)).to(tl.int32)
+        earlier = requests[None, :] < request[:, None]
+        place += tl.sum(longer + tl.where(earlier, equal, 0), axis=1)
+    tl.store(tiles_ptr + place * 2, request, mask=index < seen)
+    tl.store(tiles_ptr + place * 2 + 1, tile, mask=index < seen)
+
+
+@triton.jit(do_not_specialize=["num_requests", "min_query_len", "decode_programs"])
+def plan_kernel(
+    runs_ptr, arrivals_ptr, tiles_ptr, num_tiles_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len,
+    decode_programs,
+    num_kv_heads: tl.constexpr, num_sms: tl.constexpr, programs_per_sm: tl.constexpr, block_n: tl.constexpr,
+    queries: tl.constexpr, window: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """The first `decode_programs` programs write the runs of the decodes, the others the tiles of the prefills."""
+    wait_for_inputs(pdl)
+    let_dependents_start(pdl)
+    program = tl.program_id(0)
+    if program < decode_programs:
+        if runs_ptr is not None:
+            _plan_decodes(
+                runs_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, program * _RUNS_AT_ONCE,
+                num_kv_heads, num_sms, programs_per_sm, block_n, window,
+            )  # fmt: skip
+    elif tiles_ptr is not None:
+        _plan_prefills(
+            tiles_ptr, num_tiles_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len,
+            program - decode_programs, queries,
+        )  # fmt: skip
+
+
+def launch(
+    decode: DecodePlan | None,
+    prefill: PrefillPlan | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_kv_heads: int,
+    window: int,
+) -> None:
+    """Fills both parts of a plan from the lengths (int32 [R + 1] and [R]), which only the device reads."""
+    num_sms = device_limits(seq_lens.device).num_sms
+    num_runs = decode.runs.shape[0] if decode is not None else 0
+    max_tiles = prefill.tiles.shape[0] if prefill is not None else 0
+    decode_programs = triton.cdiv(num_runs, _RUNS_AT_ONCE.value)
+    plan_kernel[(decode_programs + triton.cdiv(max_tiles, _TILES_AT_ONCE.value),)](
+        decode.runs if decode is not None else None,
+        decode.arrivals if decode is not None else None,
+        prefill.tiles if prefill is not None else None,
+        prefill.num_tiles if prefill is not None else None,
+        query_start_loc, seq_lens, seq_lens.shape[0], 2 if decode is not None else 1, decode_programs,
+        num_kv_heads=num_kv_heads,
+        num_sms=num_sms,
+        programs_per_sm=num_runs // num_sms,
+        block_n=decode.block_n if decode is not None else 1,
+        queries=prefill.queries if prefill is not None else 1,
+        window=window,
+        num_warps=4,
+        **launch_options(seq_lens.device),
+    )  # fmt: skip
