@@ -4,6 +4,10 @@ biases, norms of queries and keys, sliding windows, rotary scaling, tied embeddi
 Nothing here waits for the device or looks at values: a forward pass may be captured in a CUDA graph.
 """
 
+import copy
+from collections.abc import Sequence
+from typing import Self
+
 import torch
 
 from tokenmill_engine.attention.batch import ForwardBatch
@@ -96,6 +100,17 @@ class DenseDecoder:
         for layer in self.layers:
             for linear in layer.linears():
                 linear.finalize()
+
+    def distinct_layers(self) -> list[int]:
+        """Layers which between them launch every kernel that the whole model does."""
+        first_of_each = {spec: layer for layer, spec in reversed(list(enumerate(self.kv_specs)))}
+        return sorted({0, *first_of_each.values(), len(self.layers) - 1})
+
+    def excerpt(self, layers: Sequence[int]) -> Self:
+        """A model of some of the layers, ascending, with the same weights."""
+        excerpt = copy.copy(self)
+        excerpt.layers = [self.layers[layer] for layer in layers]
+        return excerpt
 
     def forward(
         self,

@@ -8,7 +8,7 @@ import torch
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
 from tokenmill_engine.worker.model_runner import ModelRunner
-from tokenmill_engine.worker.slots import SlotTables
+from tokenmill_engine.worker.slots import SlotShape, SlotTables
 
 
 class Backend(Protocol):
@@ -20,6 +20,9 @@ class Backend(Protocol):
     def attention_backend(self) -> str:
         """Name of the attention kernels, for the log."""
 
+    def make_tables(self, shape: SlotShape) -> SlotTables:
+        """Slots on the device."""
+
     def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
         """The loaded model and the slots, both on the device."""
 
@@ -28,3 +31,7 @@ class Backend(Protocol):
 
     def start(self, kv_caches: KVCaches) -> ModelRunner:
         """A runner that has seen its kernels run once."""
+
+    @property
+    def prefill_costs(self) -> tuple[tuple[int, float], ...]:
+        """As in `KVCapacity`; known once the runner is there."""

@@ -1,18 +1,23 @@
 """The CPU as a worker's device."""
 
+import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
+from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.inputs import CpuPreparer
-from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
-from tokenmill_engine.worker.slots import SlotTables
+from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_engine.worker.token_choice import TokenChooser
 from tokenmill_kernels.cpu import library
 
 _WARM_UP_PROMPT = 32
@@ -35,6 +40,13 @@ class CpuBackend:
     def attention_backend(self) -> str:
         return "native" if self._native else "torch"
 
+    @property
+    def prefill_costs(self) -> tuple[tuple[int, float], ...]:
+        return ()
+
+    def make_tables(self, shape: SlotShape) -> SlotTables:
+        return SlotTables(shape, self.device)
+
     def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
         self._model, self._tables, self._num_groups = model, tables, len(groups)
 
@@ -42,14 +54,54 @@ class CpuBackend:
         return memory.cpu_kv_bytes(self._config, block_bytes)
 
     def start(self, kv_caches: KVCaches) -> ModelRunner:
-        model, block_size = self._model, self._config.cache.block_size
-        preparer = CpuPreparer(self._tables, block_size)
-
-        def forward(batch: ForwardBatch, output_rows: torch.Tensor | None) -> torch.Tensor:
-            return model.forward(batch, kv_caches, output_rows)
-
-        runner = ModelRunner(model, forward, self._tables, preparer)
+        block_size = self._config.cache.block_size
+        steps = CpuSteps(self._model, kv_caches, self._tables, block_size)
+        runner = ModelRunner(self._model, self._tables, steps)
         longest = min(_WARM_UP_PROMPT, self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
         for tokens_each in (longest, 1):
             runner.execute(rehearsal_plan(1, tokens_each, self._num_groups, block_size, GREEDY)).wait()
         return runner
+
+
+class CpuSteps:
+    """Steps that are done when their calls return."""
+
+    def __init__(self, model: DenseDecoder, kv_caches: KVCaches, tables: SlotTables, block_size: int) -> None:
+        self.model, self.kv_caches, self.tables = model, kv_caches, tables
+        self.preparer = CpuPreparer(tables, block_size)
+        self.chooser = TokenChooser(model, tables)
+
+    def begin(self, plan: StepPlan) -> "_CpuStep":
+        return _CpuStep(self, plan)
+
+
+class _CpuStep:
+    def __init__(self, steps: CpuSteps, plan: StepPlan) -> None:
+        self._started = time.perf_counter()
+        self._steps, self._plan = steps, plan
+        steps.tables.apply(plan)
+        self._inputs = steps.preparer.prepare(plan)
+        self.rows = self._inputs.rows
+
+    def forward(self, every_token: bool) -> Hidden:
+        steps, index = self._steps, self._inputs.logit_index
+        if not every_token:
+            return Hidden(steps.model.forward(self._inputs.batch, steps.kv_caches, index))
+        every = steps.model.forward(self._inputs.batch, steps.kv_caches)
+        return Hidden(every if index is None else every.index_select(0, index), every)
+
+    def sample(self, hidden: Hidden) -> Sampled:
+        sampled = self._steps.chooser.choose(hidden.chosen, self.rows)
+        self._steps.preparer.advance(self._plan, self.rows, sampled.token_ids)
+        return sampled
+
+    def finish(self, sampled: Sampled) -> "_Finished":
+        return _Finished(sampled.token_ids.numpy(), time.perf_counter() - self._started)
+
+
+class _Finished:
+    def __init__(self, token_ids: NDArray[np.int32], elapsed_s: float) -> None:
+        self._result = token_ids, elapsed_s
+
+    def wait(self) -> tuple[NDArray[np.int32], float]:
+        return self._result

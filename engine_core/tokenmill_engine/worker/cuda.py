@@ -1,21 +1,30 @@
 """A GPU as a worker's device."""
 
+import logging
+import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.kv_cache.spec import KVGroup
+from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
 from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.cuda_graphs import GraphedForward, decode_sizes
-from tokenmill_engine.worker.cuda_inputs import CudaPreparer
+from tokenmill_engine.worker.cuda_graphs import GraphStore
+from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_steps import CudaSteps
+from tokenmill_engine.worker.cuda_writes import ScatterWriter
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
-from tokenmill_engine.worker.model_runner import Forward, ModelRunner
-from tokenmill_engine.worker.rehearsal import GREEDY, MOST_MEMORY, rehearsal_plan
-from tokenmill_engine.worker.slots import SlotTables
+from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.worker.rehearsal import GREEDY, MOST_MEMORY, prefill_sizes, prompt_lengths, rehearsal_plan
+from tokenmill_engine.worker.shapes import Ladder, exact_shape
+from tokenmill_engine.worker.slots import SlotShape, SlotTables
+
+logger = logging.getLogger(__name__)
 
 
 class CudaBackend:
@@ -27,7 +36,7 @@ class CudaBackend:
         torch.set_num_threads(1)
         self._config = config
         self._at_start = DeviceMemory.of(self.device)
-        self._sizes = [] if config.device.enforce_eager else decode_sizes(config.scheduler.max_num_seqs)
+        self._prefill_costs: tuple[tuple[int, float], ...] = ()
         if config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None:
             memory.check_free_share(self._at_start, config.cache)
 
@@ -35,64 +44,113 @@ class CudaBackend:
     def attention_backend(self) -> str:
         return "triton"
 
+    @property
+    def prefill_costs(self) -> tuple[tuple[int, float], ...]:
+        return self._prefill_costs
+
+    def make_tables(self, shape: SlotShape) -> SlotTables:
+        return SlotTables(shape, self.device, ScatterWriter)
+
     def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
         self._model, self._tables, self._groups = model, tables, groups
         config = self._config
-        self._preparer = CudaPreparer(
-            tables, config.cache.block_size, config.scheduler.max_num_batched_tokens, self._sizes
-        )
+        max_tokens = config.scheduler.max_num_batched_tokens
+        self._ladder = Ladder(config.scheduler.max_num_seqs, max_tokens)
+        self._graphs = GraphStore(self.device)
+        self._inputs = CudaInputs(tables, config.cache.block_size, self._ladder.num_rows, max_tokens)
 
     def kv_bytes(self, block_bytes: int) -> int:
+        use = self._profile()
         stated = memory.explicit_bytes(self._config.cache, block_bytes)
         if stated is not None:
             return stated
-        return memory.cuda_kv_bytes(self._at_start, self._measure(), self._config.cache, block_bytes)
+        return memory.cuda_kv_bytes(self._at_start, use, self._config.cache, block_bytes)
 
-    def _measure(self) -> MeasuredUse:
-        """Run the largest step there can be, over a cache of one block, and see what it takes."""
-        scheduler = self._config.scheduler
-        num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        tokens_each = min(scheduler.max_num_batched_tokens // num_reqs, self._config.model.max_model_len)
+    def start(self, kv_caches: KVCaches) -> ModelRunner:
+        steps = self._steps(kv_caches)
+        self._inputs.clear()
+        started = time.monotonic()
+        calls = steps.graph_calls()
+        for shape, call in log_progress_bar(logger, calls, desc="capturing CUDA graphs"):
+            self._graphs.capture(shape, call)
+        if calls:
+            torch.cuda.synchronize(self.device)
+            logger.info("captured %d CUDA graphs: %.2f s", len(calls), time.monotonic() - started)
+        return ModelRunner(self._model, self._tables, steps)
+
+    def _profile(self) -> MeasuredUse:
+        """Over a cache of one block: let every kernel run once, run the largest step there can be and see what it
+        takes, time prompts of several lengths, and see what graphs take."""
         dtype = TORCH_DTYPES[self._config.model.dtype]
         kv_caches = memory.allocate_kv_caches(self._groups, 1, self._config.cache.block_size, dtype, self.device)
-        runner = ModelRunner(self._model, self._eager(kv_caches), self._tables, self._preparer)
+        steps = self._steps(kv_caches)
+        self._rehearse(steps)
+        runner = ModelRunner(self._model, self._tables, steps)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
-        runner.execute(self._plan(num_reqs, tokens_each, most_memory=True)).wait()
-        torch.cuda.synchronize(self.device)
+        runner.execute(self._largest_plan()).wait()
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
-        del runner, kv_caches
+        self._prefill_costs = self._time_prefills(runner)
+        graphs = self._graph_bytes(steps)
+        self._graphs.clear()
+        del runner, steps, kv_caches
         torch.cuda.empty_cache()
         # Kernels, libraries' work spaces and whatever else does not come from torch's allocator.
         taken = self._at_start.free - DeviceMemory.of(self.device).free
         outside = max(0, taken - torch.cuda.memory_reserved(self.device))
-        largest = self._sizes[-1] if self._sizes else 0
-        return MeasuredUse(
-            weights=allocated + outside,
-            peak=peak,
-            graphs=memory.graph_bytes(len(self._sizes), largest, scheduler.max_num_batched_tokens, peak),
-        )
+        return MeasuredUse(weights=allocated + outside, peak=peak, graphs=graphs)
 
-    def start(self, kv_caches: KVCaches) -> ModelRunner:
-        forward = GraphedForward(self._eager(kv_caches))
-        runner = ModelRunner(self._model, forward, self._tables, self._preparer)
-        longest = min(self._config.scheduler.max_num_batched_tokens, self._config.model.max_model_len)
-        runner.execute(self._plan(1, longest)).wait()
-        runner.execute(self._plan(1, 1)).wait()
-        if self._sizes:
-            forward.capture(self._sizes, self._decode_batch)
-        return runner
+    def _rehearse(self, steps: CudaSteps) -> None:
+        """Run every kernel that steps of all sizes will need, on few layers and no requests: so they are compiled and
+        loaded, and libraries have their work space on the streams that run and capture."""
+        self._inputs.clear()
+        few = steps.excerpt()
+        calls = [call for _, call in few.graph_calls()]
+        calls += [partial(few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._prefill_plans()]
+        self._graphs.rehearse(calls)
 
-    def _eager(self, kv_caches: KVCaches) -> Forward:
-        model = self._model
-        return lambda batch, output_rows: model.forward(batch, kv_caches, output_rows)
+    def _time_prefills(self, runner: ModelRunner) -> tuple[tuple[int, float], ...]:
+        """As `KVCapacity.prefill_costs`. Largest first, so that the device never waits for the launches."""
+        plans = self._prefill_plans()
+        pending = [runner.execute(plan) for plan in plans]
+        costs = [(plan.num_tokens, result.wait().elapsed_s) for plan, result in zip(plans, pending, strict=True)]
+        return tuple(reversed(costs))
 
-    def _decode_batch(self, num_reqs: int) -> ForwardBatch:
-        plan = self._plan(num_reqs, 1)
-        self._tables.apply(plan)
-        return self._preparer.prepare(plan).batch
+    def _graph_bytes(self, steps: CudaSteps) -> int:
+        """Device memory that all graphs will take: their common pool, measured by capturing the largest of each kind,
+        and what each graph needs beside it."""
+        calls = steps.graph_calls()
+        if not calls:
+            return 0
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        before = DeviceMemory.of(self.device).free
+        self._inputs.clear()
+        largest = steps.largest_graph_calls()
+        for shape, call in largest:
+            self._graphs.capture(shape, call)
+        taken = before - DeviceMemory.of(self.device).free
+        return taken + (len(calls) - len(largest)) * memory.GRAPH_BYTES
 
-    def _plan(self, num_reqs: int, tokens_each: int, *, most_memory: bool = False) -> StepPlan:
-        sampling = MOST_MEMORY if most_memory else GREEDY
+    def _steps(self, kv_caches: KVCaches) -> CudaSteps:
+        ladder = None if self._config.device.enforce_eager else self._ladder
+        return CudaSteps(self._model, kv_caches, self._inputs, self._graphs, ladder)
+
+    def _prefill_plans(self) -> list[StepPlan]:
+        """Steps of nothing but prompts, largest first."""
+        scheduler, max_model_len = self._config.scheduler, self._config.model.max_model_len
+        shapes = [
+            prompt_lengths(size, max_model_len, scheduler.max_num_seqs)
+            for size in reversed(prefill_sizes(scheduler.max_num_batched_tokens))
+        ]
+        return [self._plan(*shape, GREEDY) for shape in dict.fromkeys(shapes)]
+
+    def _largest_plan(self) -> StepPlan:
+        scheduler = self._config.scheduler
+        num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        tokens_each = min(scheduler.max_num_batched_tokens // num_reqs, self._config.model.max_model_len)
+        return self._plan(num_reqs, tokens_each, MOST_MEMORY)
+
+    def _plan(self, num_reqs: int, tokens_each: int, sampling: SamplingParams) -> StepPlan:
         return rehearsal_plan(num_reqs, tokens_each, len(self._groups), self._config.cache.block_size, sampling)

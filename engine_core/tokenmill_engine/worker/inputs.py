@@ -1,7 +1,6 @@
 """From a step plan to the tensors of a forward pass."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,36 +12,33 @@ from tokenmill_engine.worker.slots import SlotTables
 
 
 @dataclass(slots=True)
-class StepInputs:
-    """One step, prepared. Rows are those of the plan."""
+class StepRows:
+    """What the host knows of a prepared step. Rows are those of the plan."""
 
-    batch: ForwardBatch
     query_start: NDArray[np.int32]
-    """[num_reqs + 1], host: first token of each row."""
+    """[num_reqs + 1]: first token of each row."""
     sample_rows: NDArray[np.int64]
     """[num_samples] rows that yield a token."""
     sample_slots: NDArray[np.int32]
     """[num_samples] their slots."""
+    max_tokens: int
+    """No row has more known tokens than that."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step on the CPU, prepared."""
+
+    rows: StepRows
+    batch: ForwardBatch
     logit_index: torch.Tensor | None
     """int32, ascending: the tokens whose hidden states decide, one for each sampling row; None if all do, in order.
     At least one, even if no row samples."""
-    max_tokens: int
-    """No row has more known tokens than that."""
 
 
 def last_tokens(query_start: NDArray[np.int32], sample_rows: NDArray[np.int64]) -> NDArray[np.int32]:
     """The last token of each sampling row; one token of no interest if none samples."""
     return query_start[sample_rows + 1] - 1 if len(sample_rows) else np.zeros(1, np.int32)
-
-
-class StepPreparer(Protocol):
-    """Builds the inputs of a step from the slots, and writes its results back into them."""
-
-    def prepare(self, plan: StepPlan) -> StepInputs:
-        """The inputs of `plan`, whose starts and appends are in the slots already."""
-
-    def advance(self, plan: StepPlan, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """Count the plan's tokens as computed and append the sampled ones, int32 [num_samples]."""
 
 
 class CpuPreparer:
@@ -57,6 +53,7 @@ class CpuPreparer:
         self._index = np.arange(max(tables.shape.num_slots, 1) + 1, dtype=np.int32)
 
     def prepare(self, plan: StepPlan) -> StepInputs:
+        """The inputs of `plan`, whose starts and appends are in the slots already."""
         slots, counts, num_reqs = plan.slots, plan.num_scheduled, plan.num_reqs
         computed = self._num_computed[slots]
         seq_lens = computed + counts
@@ -89,7 +86,7 @@ class CpuPreparer:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        return StepInputs(batch, query_start, sample_rows, sample_slots, logit_index, max_seq_len)
+        return StepInputs(StepRows(query_start, sample_rows, sample_slots, max_seq_len), batch, logit_index)
 
     def _groups(
         self, slots: NDArray[np.int32], token_slots: NDArray[np.int32], positions: NDArray[np.int32], max_seq_len: int
@@ -105,9 +102,10 @@ class CpuPreparer:
             for table in self._block_tables
         ]
 
-    def advance(self, plan: StepPlan, inputs: StepInputs, token_ids: torch.Tensor) -> None:
+    def advance(self, plan: StepPlan, rows: StepRows, token_ids: torch.Tensor) -> None:
+        """Count the plan's tokens as computed and append the sampled ones, int32 [num_samples]."""
         self._num_computed[plan.slots] += plan.num_scheduled
-        slots = inputs.sample_slots
+        slots = rows.sample_slots
         # A request that is over on the host may run one step ahead: its row never grows past the table.
         end = np.minimum(self._num_tokens[slots], self._token_ids.shape[1] - 1)
         self._token_ids[slots, end] = np.maximum(token_ids.numpy(), 0)

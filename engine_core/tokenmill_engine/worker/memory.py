@@ -21,7 +21,7 @@ GIB = 1 << 30
 _CPU_MAX_BYTES = 4 * GIB
 _CPU_SHARE = 0.25
 """Of the memory that is available when the engine starts."""
-_GRAPH_BYTES = 2 << 20
+GRAPH_BYTES = 2 << 20
 """Device memory of one captured graph beside its tensors."""
 
 
@@ -102,13 +102,6 @@ def cuda_kv_bytes(memory: DeviceMemory, use: MeasuredUse, cache: CacheConfig, bl
         f"{gib(memory.total)} is {gib(cache.gpu_memory_utilization * memory.total)}, the weights take "
         f"{gib(use.weights)}, the largest step {gib(use.peak)}, CUDA graphs {gib(use.graphs)}; {remedy}"
     )
-
-
-def graph_bytes(num_graphs: int, largest_batch: int, max_num_batched_tokens: int, peak: int) -> int:
-    """Estimate for CUDA graphs that share one pool, from the peak of an eager step of the largest size."""
-    if num_graphs == 0:
-        return 0
-    return num_graphs * _GRAPH_BYTES + math.ceil(peak * min(1.0, largest_batch / max_num_batched_tokens))
 
 
 def cpu_kv_bytes(config: EngineConfig, block_bytes: int) -> int:

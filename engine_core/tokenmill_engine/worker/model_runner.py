@@ -4,75 +4,89 @@ A step only enqueues device work; on CUDA nothing in it waits for the device. Th
 the tokens it needs are in the slots by then.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.logprobs import Logprobs, RawScores
-from tokenmill_engine.sampling.sampler import Sampled, Sampler
-from tokenmill_engine.worker.inputs import StepInputs, StepPreparer
-from tokenmill_engine.worker.results import PendingResult, ScoredRows
+from tokenmill_engine.sampling.sampler import Sampled
+from tokenmill_engine.worker.inputs import StepRows
+from tokenmill_engine.worker.results import HostTokens, PendingResult, ScoredRows
 from tokenmill_engine.worker.slots import SlotTables
-
-Forward = Callable[[ForwardBatch, torch.Tensor | None], torch.Tensor]
-"""Runs the model: hidden states of all tokens, or of the given ones (int32, ascending), valid until the next call."""
 
 _SCORE_PIECE_ELEMENTS = 1 << 24
 """Bound on the logits that exist at once while prompts are scored."""
 
 
+@dataclass(slots=True)
+class Hidden:
+    """Normed hidden states [.., hidden_size], valid until the next step."""
+
+    chosen: torch.Tensor
+    """Of the tokens that decide, one for each sampling row; padding may follow."""
+    every: torch.Tensor | None = None
+    """Of all tokens, if they were asked for."""
+
+
+class DeviceStep(Protocol):
+    """One step under way. Called in the order of the methods."""
+
+    rows: StepRows
+
+    def forward(self, every_token: bool) -> Hidden:
+        """Run the model."""
+
+    def sample(self, hidden: Hidden) -> Sampled:
+        """Choose the tokens, count the plan's as computed and append the chosen ones to the slots."""
+
+    def finish(self, sampled: Sampled) -> HostTokens:
+        """Send the sampled tokens to the host. All of the step's work is enqueued by now."""
+
+
+class StepDevice(Protocol):
+    """Carries steps out on one kind of device."""
+
+    def begin(self, plan: StepPlan) -> DeviceStep:
+        """Write what the plan brings into the slots and prepare its inputs. Raises ValueError if it is too large."""
+
+
 class ModelRunner:
     """The order of things in a step. Tables, caches and model belong to the worker."""
 
-    def __init__(self, model: DenseDecoder, forward: Forward, tables: SlotTables, preparer: StepPreparer) -> None:
+    def __init__(self, model: DenseDecoder, tables: SlotTables, device: StepDevice) -> None:
         self._model = model
-        self._forward = forward
         self._tables = tables
-        self._preparer = preparer
-        self._sampler = Sampler(tables.sampling, tables.tokens)
+        self._device = device
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingResult:
         """Enqueue one step."""
-        self._tables.apply(plan)
-        inputs = self._preparer.prepare(plan)
+        step = self._device.begin(plan)
         scored = self._scored_tokens(plan)
-        if scored is None:
-            hidden = self._forward(inputs.batch, inputs.logit_index)
-            prompt_logprobs = None
-        else:
-            hidden = self._forward(inputs.batch, None)
-            prompt_logprobs = self._score_prompts(plan, inputs, hidden, scored)
-            hidden = hidden if inputs.logit_index is None else hidden.index_select(0, inputs.logit_index)
-        sampled = self._sample(hidden, inputs)
-        self._preparer.advance(plan, inputs, sampled.token_ids)
-        return PendingResult(plan, inputs.sample_rows, sampled.token_ids, self._own(inputs, sampled), prompt_logprobs)
+        hidden = step.forward(every_token=scored is not None)
+        prompt_logprobs = None
+        if scored is not None and hidden.every is not None:
+            prompt_logprobs = self._score_prompts(plan, step.rows, hidden.every, scored).to_host()
+        sampled = step.sample(hidden)
+        logprobs = self._own(step.rows, sampled)
+        return PendingResult(plan, step.rows.sample_rows, step.finish(sampled), logprobs, prompt_logprobs)
 
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> Sampled:
-        """One token for each sampling row, from its `hidden` state (padding may follow)."""
-        if len(inputs.sample_rows) == 0:
-            return Sampled(torch.empty(0, dtype=torch.int32, device=hidden.device))
-        rows = hidden[: len(inputs.sample_rows)]
-        if not self._sampler.batch(inputs.sample_slots).any_feature:
-            return Sampled(self._model.argmax_token(rows).to(torch.int32))
-        return self._sampler.sample(self._model.compute_logits(rows), inputs.sample_slots, inputs.max_tokens)
-
-    def _own(self, inputs: StepInputs, sampled: Sampled) -> ScoredRows | None:
+    def _own(self, rows: StepRows, sampled: Sampled) -> ScoredRows | None:
         """Log-probabilities of the sampled tokens, by row of the plan."""
         if sampled.logprobs is None or sampled.logprob_rows is None:
             return None
-        slots = inputs.sample_slots[sampled.logprob_rows]
+        slots = rows.sample_slots[sampled.logprob_rows]
         return ScoredRows(
-            rows=inputs.sample_rows[sampled.logprob_rows],
+            rows=rows.sample_rows[sampled.logprob_rows],
             counts=np.ones(len(slots), np.int64),
             num_top=self._tables.sampling.num_logprobs[slots],
             scores=sampled.logprobs,
-        )
+        ).to_host()
 
     def _scored_tokens(self, plan: StepPlan) -> NDArray[np.int64] | None:
         """[num_reqs] how many of the row's tokens score the prompt token after them; None if none does."""
@@ -85,7 +99,7 @@ class ModelRunner:
         return counts if counts.any() else None
 
     def _score_prompts(
-        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, counts: NDArray[np.int64]
+        self, plan: StepPlan, step_rows: StepRows, hidden: torch.Tensor, counts: NDArray[np.int64]
     ) -> ScoredRows:
         """Log-probabilities of the prompt tokens that follow the first `counts` tokens of each row."""
         rows = np.flatnonzero(counts)
@@ -93,7 +107,7 @@ class ModelRunner:
         widest = int(num_top.max())
         scores: list[Logprobs] = []
         for row in rows.tolist():
-            start, first_next = int(inputs.query_start[row]), int(plan.num_computed[row]) + 1
+            start, first_next = int(step_rows.query_start[row]), int(plan.num_computed[row]) + 1
             next_ids = self._tables.tokens.token_ids[int(plan.slots[row]), first_next:]
             scores += self._score_row(hidden[start : start + int(counts[row])], next_ids, widest)
         return ScoredRows(rows, counts[rows], num_top, _concatenate(scores))

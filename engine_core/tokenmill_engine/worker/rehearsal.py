@@ -40,3 +40,20 @@ def rehearsal_plan(
             for slot in range(num_reqs)
         ],
     )
+
+
+_LARGEST_PREFILL = 8192
+_LONGEST_PROMPT = 2048
+
+
+def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Tokens of the prefill steps whose time is taken at the start, ascending: 256, 512, ... up to the budget."""
+    largest = min(max_num_batched_tokens, _LARGEST_PREFILL)
+    sizes = [256 << power for power in range(6) if 256 << power < largest]
+    return [*sizes, largest]
+
+
+def prompt_lengths(num_tokens: int, max_model_len: int, max_num_seqs: int) -> tuple[int, int]:
+    """(requests, tokens of each): a step of about `num_tokens` tokens of prompts no longer than usual."""
+    tokens_each = min(num_tokens, _LONGEST_PROMPT, max_model_len)
+    return min(num_tokens // tokens_each, max_num_seqs), tokens_each

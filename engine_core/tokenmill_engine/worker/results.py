@@ -1,6 +1,7 @@
 """Results of a step on their way from the device to the host."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,13 @@ from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 _INVALID_MESSAGE = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
 
 
+class HostTokens(Protocol):
+    """Sampled tokens that are on their way."""
+
+    def wait(self) -> tuple[NDArray[np.int32], float]:
+        """[num_samples] tokens, and the seconds that the step took on the device; blocks until it is done."""
+
+
 @dataclass(slots=True)
 class ScoredRows:
     """Log-probabilities that belong to `rows` of the plan: `counts[i]` consecutive positions, `num_top[i]` wide."""
@@ -21,6 +29,12 @@ class ScoredRows:
     counts: NDArray[np.int64]
     num_top: NDArray[np.int32]
     scores: Logprobs
+
+    def to_host(self) -> "ScoredRows":
+        """The same on the host, once the device got there."""
+        scores = self.scores
+        copies = Logprobs(_to_host(scores.token_ids), _to_host(scores.logprobs), _to_host(scores.ranks))
+        return ScoredRows(self.rows, self.counts, self.num_top, copies)
 
     def split(self) -> dict[int, LogprobRows]:
         """By row; the scores must be on the host."""
@@ -37,34 +51,27 @@ class ScoredRows:
 
 
 class PendingResult:
-    """A step whose device work is under way."""
+    """A step whose device work is under way. The log-probabilities are on their way to the host."""
 
     def __init__(
         self,
         plan: StepPlan,
         sample_rows: NDArray[np.int64],
-        token_ids: torch.Tensor,
+        tokens: HostTokens,
         logprobs: ScoredRows | None,
         prompt_logprobs: ScoredRows | None,
     ) -> None:
-        """Starts the copies to the host. `token_ids` are int32 [num_samples]."""
         self._plan = plan
         self._sample_rows = sample_rows
-        self._token_ids = _to_host(token_ids)
-        self._logprobs = _scores_to_host(logprobs)
-        self._prompt_logprobs = _scores_to_host(prompt_logprobs)
-        self._copied: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
 
     def wait(self) -> StepResult:
-        """Blocks until the device is done with the step."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        num_reqs = self._plan.num_reqs
-        token_ids = np.full((num_reqs, 1), INVALID_TOKEN, np.int32)
-        token_ids[self._sample_rows, 0] = self._token_ids.numpy()
+        """Blocks until the device is done with the step. Call it once."""
+        sampled, elapsed_s = self._tokens.wait()
+        token_ids = np.full((self._plan.num_reqs, 1), INVALID_TOKEN, np.int32)
+        token_ids[self._sample_rows, 0] = sampled
         num_new = (token_ids[:, 0] >= 0).astype(np.int32)
         logprobs = self._logprobs.split() if self._logprobs is not None else {}
         prompt_logprobs = self._prompt_logprobs.split() if self._prompt_logprobs is not None else {}
@@ -82,6 +89,7 @@ class PendingResult:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=dict.fromkeys(failed, _INVALID_MESSAGE),
+            elapsed_s=elapsed_s,
         )
 
 
@@ -91,10 +99,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _scores_to_host(scored: ScoredRows | None) -> ScoredRows | None:
-    if scored is not None:
-        scores = scored.scores
-        scored.scores = Logprobs(_to_host(scores.token_ids), _to_host(scores.logprobs), _to_host(scores.ranks))
-    return scored

@@ -1,10 +1,12 @@
 """Persistent tables of the requests in slots, on the device: tokens, counts, block tables, sampling parameters.
 
-A plan brings only what changed. All integer tables are views of one buffer, so that a step's changes cross in one
-copy, whatever tables they are for.
+A plan brings only what changed. All integer tables are views of one buffer, so that a step's changes cross together,
+whatever tables they are for.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +15,9 @@ from numpy.typing import NDArray
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.table import SamplingTable
 from tokenmill_engine.sampling.tokens import TokenTable
-from tokenmill_engine.sampling.transfer import to_device
+
+Write = tuple[int, NDArray[np.int32] | list[int]]
+"""Where in the buffer, and what."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,17 +38,38 @@ class SlotShape:
         return 4 * self.num_slots * (self.max_len + 3 + self.num_groups * self.max_blocks)
 
 
+class TableWriter(Protocol):
+    """Writes into the buffer behind the tables."""
+
+    def write(self, writes: Sequence[Write]) -> None:
+        """Put every run of values into its place; the places do not overlap, and no run is empty."""
+
+
+class SharedWriter:
+    """Where host and device share memory."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._host: NDArray[np.int32] = buffer.numpy()
+
+    def write(self, writes: Sequence[Write]) -> None:
+        for offset, values in writes:
+            self._host[offset : offset + len(values)] = values
+
+
 class SlotTables:
     """One row per slot in every table."""
 
-    def __init__(self, shape: SlotShape, device: torch.device, *, packed_writes: bool | None = None) -> None:
-        """`packed_writes`: send changes as one copy of indices and values; by default where memory is not shared."""
+    def __init__(
+        self,
+        shape: SlotShape,
+        device: torch.device,
+        make_writer: Callable[[torch.Tensor], TableWriter] = SharedWriter,
+    ) -> None:
         self.shape = shape
         self.device = device
         num_slots = shape.num_slots
         self._buffer = torch.zeros(shape.num_bytes // 4, dtype=torch.int32, device=device)
-        packed = device.type != "cpu" if packed_writes is None else packed_writes
-        self._host: NDArray[np.int32] | None = None if packed else self._buffer.numpy()
+        self._writer = make_writer(self._buffer)
         self._next_offset = 0
         self.tokens = TokenTable(
             token_ids=self._take(num_slots * shape.max_len).view(num_slots, shape.max_len),
@@ -73,36 +98,20 @@ class SlotTables:
             return
         shape, num_slots = self.shape, self.shape.num_slots
         counts_offset = num_slots * shape.max_len
-        writes: list[tuple[int, NDArray[np.int32]]] = []
+        writes: list[Write] = []
         for start in plan.starts:
             slot, num_tokens = start.slot, len(start.token_ids)
             self.num_prompt[slot] = start.num_prompt_tokens
             writes.append((slot * shape.max_len, start.token_ids))
             counts = (num_tokens, start.num_prompt_tokens, start.num_computed_tokens)
             for table, count in enumerate(counts):
-                writes.append((counts_offset + table * num_slots + slot, np.array([count], np.int32)))
+                writes.append((counts_offset + table * num_slots + slot, [count]))
             for group, block_ids in enumerate(start.block_ids):
-                writes.append((self._block_index(group, slot, 0), np.array(block_ids, np.int32)))
-        for append in plan.appends:
-            offset = self._block_index(append.group, append.slot, append.start)
-            writes.append((offset, np.array(append.block_ids, np.int32)))
-        self._write(writes)
+                if block_ids:
+                    writes.append((self._block_index(group, slot, 0), block_ids))
+        writes.extend((self._block_index(new.group, new.slot, new.start), new.block_ids) for new in plan.appends)
+        self._writer.write(writes)
         self.sampling.start(plan.starts)
 
     def _block_index(self, group: int, slot: int, start: int) -> int:
         return self._block_offset + (group * self.shape.num_slots + slot) * self.shape.max_blocks + start
-
-    def _write(self, writes: list[tuple[int, NDArray[np.int32]]]) -> None:
-        """Copy each (offset, values) into the buffer; the ranges do not overlap."""
-        if self._host is not None:
-            for offset, values in writes:
-                self._host[offset : offset + len(values)] = values
-            return
-        lengths = np.array([len(values) for _, values in writes], np.int64)
-        offsets = np.array([offset for offset, _ in writes], np.int64)
-        first = np.cumsum(lengths) - lengths
-        packed = np.empty((2, int(lengths.sum())), np.int64)
-        packed[0] = np.arange(packed.shape[1]) + np.repeat(offsets - first, lengths)
-        packed[1] = np.concatenate([values for _, values in writes])
-        index, values_on_device = to_device(packed, self.device)
-        self._buffer.index_copy_(0, index, values_on_device.to(torch.int32))

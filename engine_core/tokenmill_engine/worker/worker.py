@@ -16,10 +16,9 @@ from tokenmill_engine.outputs import KVCapacity, StepPlan
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Backend
 from tokenmill_engine.worker.cpu import CpuBackend
-from tokenmill_engine.worker.cuda import CudaBackend
 from tokenmill_engine.worker.model_runner import ModelRunner
 from tokenmill_engine.worker.results import PendingResult
-from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_engine.worker.slots import SlotShape
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +44,11 @@ class Worker:
         """
         config = self._config
         with self._phase("device"):
-            backend: Backend = (
-                CpuBackend(config) if config.device.kind == "cpu" else CudaBackend(config, self._device_index)
-            )
+            backend = self._claim_device()
         with self._phase("load"):
             model = load_model(config.model, backend.device, allow_fused=not config.device.enforce_eager)
             groups = group_layers(model.kv_specs)
-            tables = SlotTables(self._slot_shape(len(groups)), backend.device)
+            tables = backend.make_tables(self._slot_shape(len(groups)))
         with self._phase("profile"):
             backend.attach(model, tables, groups)
             # All groups take their blocks from one pool.
@@ -71,6 +68,7 @@ class Worker:
             groups=groups,
             attention_backend=backend.attention_backend,
             phases=dict(self._phases),
+            prefill_costs=backend.prefill_costs,
         )
         self._report(capacity)
         return capacity
@@ -84,6 +82,14 @@ class Worker:
     def close(self) -> None:
         """Let go of the device's memory."""
         self._runner = None
+
+    def _claim_device(self) -> Backend:
+        if self._config.device.kind == "cpu":
+            return CpuBackend(self._config)
+        # Importing it imports Triton, which only GPUs need.
+        from tokenmill_engine.worker.cuda import CudaBackend
+
+        return CudaBackend(self._config, self._device_index)
 
     def _slot_shape(self, num_groups: int) -> SlotShape:
         config = self._config

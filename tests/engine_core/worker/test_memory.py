@@ -48,13 +48,6 @@ def test_a_device_in_use_is_refused_before_loading() -> None:
     memory.check_free_share(busy, CacheConfig(gpu_memory_utilization=0.5))
 
 
-def test_graphs_cost_a_part_of_the_peak_and_something_each() -> None:
-    assert memory.graph_bytes(0, 0, 2048, GIB) == 0
-    few = memory.graph_bytes(4, 8, 2048, GIB)
-    assert few < memory.graph_bytes(40, 256, 2048, GIB) < memory.graph_bytes(40, 4096, 2048, GIB)
-    assert memory.graph_bytes(1, 4096, 2048, GIB) < 1.1 * GIB
-
-
 def test_cpu_takes_what_is_stated_first_blocks_then_bytes() -> None:
     config = tiny_engine_config(cache=CacheConfig(num_gpu_blocks_override=7, kv_cache_memory_bytes=GIB))
     assert memory.cpu_kv_bytes(config, BLOCK_BYTES) == 7 * BLOCK_BYTES

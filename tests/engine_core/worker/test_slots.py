@@ -7,7 +7,8 @@ import torch
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.outputs import BlockAppend, SlotStart, StepPlan
 from tokenmill_engine.sampling.tokens import Rows
-from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_engine.worker.cuda_writes import ScatterWriter
+from tokenmill_engine.worker.slots import SharedWriter, SlotShape, SlotTables
 
 SHAPE = SlotShape(num_slots=4, max_len=50, max_blocks=6, num_groups=2, vocab_size=100)
 
@@ -40,10 +41,13 @@ def start(
     )
 
 
-@pytest.fixture(params=[False, True], ids=["shared memory", "one packed copy"])
+@pytest.fixture(
+    params=[SharedWriter, ScatterWriter, lambda buffer: ScatterWriter(buffer, max_runs=3, max_values=7)],
+    ids=["shared memory", "one launch", "many launches"],
+)
 def tables(request: pytest.FixtureRequest) -> SlotTables:
-    """Both ways to write; a GPU only has the second."""
-    return SlotTables(SHAPE, torch.device("cpu"), packed_writes=request.param)
+    """All ways to write; a GPU only has the others, whose kernel is interpreted here."""
+    return SlotTables(SHAPE, torch.device("cpu"), request.param)
 
 
 def test_starts_and_appends_reach_their_rows(tables: SlotTables) -> None:

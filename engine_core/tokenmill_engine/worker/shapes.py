@@ -1,0 +1,112 @@
+"""Padded sizes of steps: which of them have CUDA graphs, and which one a step takes. Torch-free.
+
+Decode steps are bound by memory traffic, so a few padded rows cost next to nothing; the sizes are dense where the
+relative cost of padding is largest. Mixed steps of less than 32 tokens cost as much as one of 32.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenmill_engine.outputs import StepPlan
+
+MAX_GRAPH_TOKENS = 512
+"""Steps with more tokens keep the device busy longer than it takes to enqueue them kernel by kernel."""
+
+_DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What fixes every launch of a forward pass; lengths and counts are read on the device."""
+
+    num_tokens: int
+    """Rows of the hidden states, padding included."""
+    num_rows: int
+    """Requests, padding included."""
+    num_decodes: int
+    """As in `ForwardBatch`."""
+    max_query_len: int
+    num_outputs: int | None
+    """Hidden states that are asked for, those of chosen tokens; None if it is all of them, in order."""
+
+    @property
+    def num_hidden(self) -> int:
+        """Rows of the result."""
+        return self.num_tokens if self.num_outputs is None else self.num_outputs
+
+
+def decode_shape(num_rows: int) -> StepShape:
+    """`num_rows` requests with one token each, all of which sample."""
+    return StepShape(num_rows, num_rows, num_rows, 1, None)
+
+
+def exact_shape(plan: StepPlan, num_outputs: int | None) -> StepShape:
+    """The shape of `plan` without padding, if the hidden states of `num_outputs` chosen tokens are wanted."""
+    if plan.num_decodes == plan.num_reqs:
+        return decode_shape(plan.num_reqs)
+    return StepShape(plan.num_tokens, plan.num_reqs, plan.num_decodes, int(plan.num_scheduled.max()), num_outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShape:
+    """What fixes every launch of the choice of tokens."""
+
+    num_rows: int
+    """Rows that sample, padding included."""
+    features: int
+    """Bits of `sampling.table` that rows may have."""
+
+
+class Ladder:
+    """The sizes with graphs, for at most `max_num_seqs` requests and `max_tokens` tokens in a step."""
+
+    def __init__(self, max_num_seqs: int, max_tokens: int) -> None:
+        self.num_rows = max(max_num_seqs, 2)
+        """Rows that buffers need."""
+        self.decode_sizes = _up_to(_DECODE_SIZES, min(max_num_seqs, max_tokens))
+        self.mixed_sizes = _up_to(_MIXED_SIZES, max_tokens)
+        self._decode_shapes = _table([decode_shape(size) for size in self.decode_sizes])
+        self._mixed_shapes = _table([self._mixed_shape(size) for size in self.mixed_sizes])
+
+    def _mixed_shape(self, num_tokens: int) -> StepShape:
+        """Any mix of at most `num_tokens` tokens. At least two rows, of which one counts as a decode: so a request
+        with one token is taken for a decode, wherever it stands, and any other for a chunk."""
+        num_rows = max(min(num_tokens, self.num_rows), 2)
+        return StepShape(max(num_tokens, 2), num_rows, 1, num_tokens, num_rows)
+
+    def shapes(self) -> list[StepShape]:
+        """All of them, those that need the most memory first."""
+        mixed = [self._mixed_shape(size) for size in reversed(self.mixed_sizes)]
+        return [*mixed, *(decode_shape(size) for size in reversed(self.decode_sizes))]
+
+    def padded(self, plan: StepPlan) -> StepShape | None:
+        """The smallest shape with a graph that serves `plan`, or None."""
+        if plan.num_decodes == plan.num_reqs:
+            return self._decode_shapes[plan.num_reqs] if plan.num_reqs < len(self._decode_shapes) else None
+        num_tokens = plan.num_tokens
+        return self._mixed_shapes[num_tokens] if num_tokens < len(self._mixed_shapes) else None
+
+    def sample_size(self, num_samples: int) -> int | None:
+        """The smallest number of sampling rows with a graph that holds `num_samples`, or None."""
+        index = bisect_left(self.decode_sizes, num_samples)
+        return self.decode_sizes[index] if index < len(self.decode_sizes) else None
+
+
+def _up_to(sizes: Sequence[int], largest: int) -> list[int]:
+    """Those of `sizes` that are below `largest`, and `largest` itself if it may have a graph."""
+    largest = min(largest, MAX_GRAPH_TOKENS)
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def _table(shapes: Sequence[StepShape]) -> list[StepShape]:
+    """[0 .. largest size]: the shape to take, by the number of tokens."""
+
+    def entries() -> Iterator[StepShape]:
+        first = 0
+        for shape in shapes:
+            yield from (shape for _ in range(first, shape.num_tokens + 1))
+            first = shape.num_tokens + 1
+
+    return list(entries())

@@ -1,0 +1,38 @@
+"""From hidden states to tokens: the LM head and the sampler, one operator after the other."""
+
+import torch
+
+from tokenmill_engine.models.dense_decoder import DenseDecoder
+from tokenmill_engine.sampling.sampler import Sampled, Sampler
+from tokenmill_engine.worker.inputs import StepRows
+from tokenmill_engine.worker.slots import SlotTables
+
+
+class TokenChooser:
+    """Samples what the parameters in `tables` ask for."""
+
+    def __init__(self, model: DenseDecoder, tables: SlotTables) -> None:
+        self._model = model
+        self._sampler = Sampler(tables.sampling, tables.tokens)
+        self._device = tables.device
+
+    def choose(self, hidden: torch.Tensor, rows: StepRows) -> Sampled:
+        """One token for each sampling row, from its `hidden` state (padding may follow)."""
+        num_samples = len(rows.sample_rows)
+        if num_samples == 0:
+            return Sampled(torch.empty(0, dtype=torch.int32, device=self._device))
+        hidden = hidden[:num_samples]
+        if self.features(rows) == 0:
+            return Sampled(self._model.argmax_token(hidden).to(torch.int32))
+        return self._sampler.sample(self._model.compute_logits(hidden), rows.sample_slots, rows.max_tokens)
+
+    def features(self, rows: StepRows) -> int:
+        """Bits of `sampling.table` that any of the rows needs."""
+        return self._sampler.features(rows.sample_slots)
+
+    def choose_on_device(self, hidden: torch.Tensor, slots: torch.Tensor, features: int) -> torch.Tensor:
+        """int32 or int64 [n]: as `choose`, for rows that need no more than `features`, without a look at them on the
+        host. `slots` are int32 [n] on the device, -1 for padding."""
+        if features == 0:
+            return self._model.argmax_token(hidden)
+        return self._sampler.sample_on_device(self._model.compute_logits(hidden), slots, features)
