@@ -119,6 +119,7 @@ def rotary_kv_write(
     *,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    early: bool = False,
 ) -> None:
     """Rotary embedding of q [T, H, D] and k [T, KH, D] in place (halves, as in GPT-NeoX), after an RMS norm per head
     when `q_norm`, `k_norm` [D] are given; then k and v [T, KH, D] go to the cache.
@@ -127,10 +128,28 @@ def rotary_kv_write(
     [max_position, rotary_dim], cosines in the first half of a row, sines in the second; dimensions past rotary_dim
     are left alone. `positions` int32 [T]. `slot_mapping` int64 [T]: block * block_size + offset, -1 writes nothing.
     The cache may be float8_e4m3fn; it takes k / k_scale and v / v_scale (floats, float32 tensors of one element, or
-    None for 1), and the largest e4m3 number for what is larger.
+    None for 1), and the largest e4m3 number for what is larger. `early` promises that the launch right before this
+    one writes none of `cos_sin`, `positions` and `slot_mapping`: CUDA may then read them before that one is done.
     """
-    implementation = _gpu().rotary.rotary_kv_write if q.is_cuda else cpu.rotary_kv_write
-    implementation(
+    if q.is_cuda:
+        _gpu().rotary.rotary_kv_write(
+            q,
+            k,
+            v,
+            cos_sin,
+            positions,
+            slot_mapping,
+            k_cache,
+            v_cache,
+            q_norm,
+            k_norm,
+            eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            early=early,
+        )
+        return
+    cpu.rotary_kv_write(
         q,
         k,
         v,

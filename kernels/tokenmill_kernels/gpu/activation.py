@@ -15,12 +15,12 @@ def _silu_mul_kernel(
     gate_up_ptr, out_ptr, gate_up_stride, out_stride, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr
 ):  # fmt: skip
     """Columns [program_id(1) * block, ...) of row program_id(0)."""
-    let_dependents_start(pdl)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = None if width % block == 0 else columns < width
     gate_ptrs = gate_up_ptr + row * gate_up_stride + columns
     wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     gate = tl.load(gate_ptrs, mask=inside)
     up = tl.load(gate_ptrs + width, mask=inside)
     wide = gate.to(tl.float32)

@@ -16,8 +16,8 @@ def _gather_rows_kernel(
     second_width, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Columns [program_id(1) * block, ...) of output row program_id(0) of both."""
-    let_dependents_start(pdl)
     wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     source = tl.load(rows_ptr + row).to(tl.int64)

@@ -38,8 +38,9 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels may start while the one before them ends (programmatic dependent launch, Hopper and later).
 
-    A kernel that is launched so calls `wait_for_inputs` before it touches anything that another kernel wrote, in
-    every program and on every path: the kernel after it relies on that for what still earlier ones wrote.
+    A kernel that is launched so calls `wait_for_inputs` before it touches anything that another kernel wrote, and
+    `let_dependents_start` only after that, in every program and on every path. So when a kernel starts, all those
+    before the one right before it are done: what they wrote may be read without waiting.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_DEPENDENT_LAUNCH_CAPABILITY
 
@@ -60,6 +61,6 @@ def wait_for_inputs(pdl: tl.constexpr):
 
 @triton.jit
 def let_dependents_start(pdl: tl.constexpr):
-    """The next kernel may be set up now; it still waits for the end of this one before it reads."""
+    """The next kernel may start now; it still waits for the end of this one before it touches what this one writes."""
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()

@@ -18,11 +18,11 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     """Row program_id(0) of out, from that row of x or from row rows[program_id(0)]. A residual (or None) is added to
     it first; `sum_ptr` (or None) takes what is normalised."""
-    let_dependents_start(pdl)
     columns = tl.arange(0, block)
     inside = None if width == block else columns < width
     weight = tl.load(weight_ptr + columns, mask=inside).to(tl.float32)
     wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     row = tl.program_id(0).to(tl.int64)
     source = row if rows_ptr is None else tl.load(rows_ptr + row).to(tl.int64)
     x = tl.load(x_ptr + source * x_stride + columns, mask=inside, other=None if inside is None else 0.0)

@@ -9,6 +9,7 @@ import triton.language as tl
 from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 
 _HEADS_PER_PROGRAM = 8
+_NUM_WARPS = 2
 _LARGEST_E4M3 = tl.constexpr(448.0)
 
 
@@ -74,19 +75,24 @@ def _rotary_kv_write_kernel(
     block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
     half: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr, dim_block: tl.constexpr,
     heads_per_program: tl.constexpr, k_scale_is_pointer: tl.constexpr, v_scale_is_pointer: tl.constexpr,
-    pdl: tl.constexpr,
+    early: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Token program_id(0); program_id(1) counts groups of query heads, then groups of key/value heads."""
-    let_dependents_start(pdl)
+    """Token program_id(0); program_id(1) counts groups of query heads, then groups of key/value heads. With `early`
+    the position, the slot and the rotation are read before the wait."""
     token = tl.program_id(0).to(tl.int64)
     num_query_groups: tl.constexpr = (num_heads + heads_per_program - 1) // heads_per_program
     group = tl.program_id(1)
     dims = tl.arange(0, half_block)[None, :]
-    wait_for_inputs(pdl)
+    if not early:
+        wait_for_inputs(pdl)
+    slot = tl.load(slot_mapping_ptr + token)
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos_ptrs = cos_sin_ptr + position * cos_sin_stride + dims
     cos = tl.load(cos_ptrs, mask=dims < half, other=0.0)
     sin = tl.load(cos_ptrs + half, mask=dims < half, other=0.0)
+    if early:
+        wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     if group < num_query_groups:
         heads = group * heads_per_program + tl.arange(0, heads_per_program)[:, None]
         inside = heads < num_heads
@@ -98,7 +104,6 @@ def _rotary_kv_write_kernel(
     else:
         heads = (group - num_query_groups) * heads_per_program + tl.arange(0, heads_per_program)[:, None]
         inside = heads < num_kv_heads
-        slot = tl.load(slot_mapping_ptr + token)
         cached = heads < tl.where(slot >= 0, num_kv_heads, 0)
         row = slot // block_size * cache_block_stride + slot % block_size * cache_token_stride
         cache_heads = row + heads * cache_head_stride
@@ -128,6 +133,7 @@ def rotary_kv_write(
     *,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    early: bool = False,
 ) -> None:
     """As `tokenmill_kernels.ops.rotary_kv_write`: q and k rotated in place, k and v written to their slots."""
     num_tokens, num_heads, head_dim = q.shape
@@ -151,6 +157,7 @@ def rotary_kv_write(
         heads_per_program=heads_per_program,
         k_scale_is_pointer=isinstance(k_scale, torch.Tensor),
         v_scale_is_pointer=isinstance(v_scale, torch.Tensor),
-        num_warps=2,
+        early=early,
+        num_warps=_NUM_WARPS,
         **launch_options(q.device),
     )  # fmt: skip

@@ -110,8 +110,8 @@ def _expand_kernel(
 ):  # fmt: skip
     """Row program_id(0) of the step; the row after the last is the padding. `input_ids_ptr` is None if only blocks
     are wanted, `table_ptr` if only tokens are."""
-    let_dependents_start(pdl)
     wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     row = tl.program_id(0)
     if row < num_requests:
         start = tl.load(query_start_loc_ptr + row)
@@ -185,8 +185,8 @@ def _advance_kernel(
     num_requests, num_samples, token_stride, max_len, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Each lane advances one request and appends one sampled token."""
-    let_dependents_start(pdl)
     wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     lanes = tl.program_id(0) * block + tl.arange(0, block)
     inside = lanes < num_requests
     start = tl.load(query_start_loc_ptr + lanes, mask=inside, other=0)
