@@ -30,8 +30,9 @@ from tokenmill_engine.messages import (
     StepOutput,
 )
 from tokenmill_engine.metrics import EngineMetrics
-from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan
+from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
 from tokenmill_engine.request import Request, RequestLimits, build_request
+from tokenmill_engine.scheduler.budget import make_budget
 from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.packing import pack_outcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
@@ -73,7 +74,10 @@ class EngineCore:
             vocab_size=config.model.architecture.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
         )
-        self.scheduler = Scheduler(config.scheduler, kv, self._limits.max_model_len, config.model.eos_token_ids)
+        self._budget = make_budget(config.scheduler, capacity.prefill_costs)
+        self.scheduler = Scheduler(
+            config.scheduler, self._budget, kv, self._limits.max_model_len, config.model.eos_token_ids
+        )
         self._seeds = random.Random(f"{config.model.seed}/{engine}")
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
@@ -81,6 +85,7 @@ class EngineCore:
         self._listeners: dict[int, _Listener] = {}
         """By API server."""
         self._recorder = _Recorder(config, capacity, engine)
+        logger.info("token budget: %s", self._budget.describe())
 
     @property
     def has_work(self) -> bool:
@@ -112,7 +117,9 @@ class EngineCore:
         if self._in_flight:
             plan, handle = self._in_flight.popleft()
             try:
-                outcome = self.scheduler.commit(plan, handle.result())
+                result = handle.result()
+                outcome = self.scheduler.commit(plan, result)
+                self._learn(plan, result)
             except EngineDeadError:
                 raise
             except EngineError as error:
@@ -173,6 +180,11 @@ class EngineCore:
                 return
             plan = self.scheduler.apply(decision)
             self._in_flight.append((plan, self._executor.submit(plan)))
+
+    def _learn(self, plan: StepPlan, result: StepResult) -> None:
+        """What a step teaches about the next ones."""
+        self._budget.observe(plan, result.elapsed_s)
+        self._recorder.record_device(result.elapsed_s, self._budget.mixed_tokens)
 
     def _report_load(self) -> None:
         """Set the gauges, and tell the API servers that had no output if the load is another than they know."""
@@ -259,6 +271,12 @@ class _Recorder:
             now = time.monotonic()
             for request, _ in outcome.finished.values():
                 self.record_finish(request, now)
+
+    def record_device(self, elapsed_s: float, mixed_tokens: int) -> None:
+        """How long a step took, and what one with prompts beside running streams may compute."""
+        if elapsed_s > 0.0:
+            self._metrics.step_time.observe(elapsed_s)
+        self._metrics.mixed_step_tokens.set(mixed_tokens)
 
     def record_refusal(self) -> None:
         self._metrics.count_finish(FinishReason.ERROR)

@@ -36,6 +36,10 @@ TIME_TO_FIRST_TOKEN_BUCKETS = (
 TOKEN_LATENCY_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+STEP_TIME_BUCKETS = (
+    *(0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5),
+    *(1.0, 2.5, 5.0, 10.0),
+)
 ITERATION_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PARAMS_N_BUCKETS = (1, 2, 5, 10, 20)
 NUM_PREEMPTIONS_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
@@ -215,6 +219,12 @@ class EngineMetrics:
             [{"reason": reason} for reason in _WAITING_REASONS],
         )
         self.kv_cache_usage_perc = build.gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.")
+        self.mixed_step_tokens = build.gauge(
+            "mixed_step_token_budget", "Tokens that a step with prompts beside running streams may compute."
+        )
+        self.step_time = build.histogram(
+            "step_time_seconds", "Time that the device was at work on an engine step.", STEP_TIME_BUCKETS
+        )
         self.num_preemptions = build.counter(
             "num_preemptions_total", "Requests preempted because KV cache blocks ran out."
         )

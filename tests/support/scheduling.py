@@ -1,6 +1,7 @@
 """Drives a scheduler with the fake executor, as the engine does, and collects what every request was told."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import FinishReason, SamplingParams
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.request import Request, RequestState
+from tokenmill_engine.scheduler.budget import make_budget
 from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
 
@@ -42,6 +44,11 @@ class Setting:
     depth: int = 2
     caching: bool = True
     max_model_len: int = 10_000
+    explicit_budget: bool = True
+    target_itl_ms: float | None = None
+    prefill_costs: tuple[tuple[int, float], ...] = ()
+    step_cost: Callable[[StepPlan], float] = lambda plan: 0.0
+    """Seconds that the fake device says a step took."""
 
 
 def make_request(request_id: int, arrival_time: float = 0.0, priority: int = 0) -> Request:
@@ -65,8 +72,16 @@ class Driver:
         self.setting = setting
         self.kv = KVCacheManager(setting.num_blocks, setting.block_size, setting.num_groups, setting.caching)
         self.max_model_len = min(setting.max_model_len, self.kv.max_tokens)
-        config = SchedulerConfig(setting.max_num_seqs, setting.budget, setting.policy, setting.depth > 1)
-        self.scheduler = Scheduler(config, self.kv, self.max_model_len, (EOS,))
+        config = SchedulerConfig(
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.budget,
+            explicit_budget=setting.explicit_budget,
+            target_itl_ms=setting.target_itl_ms,
+            policy=setting.policy,
+            async_scheduling=setting.depth > 1,
+        )
+        self.budget = make_budget(config, setting.prefill_costs)
+        self.scheduler = Scheduler(config, self.budget, self.kv, self.max_model_len, (EOS,))
         self.executor = FakeExecutor(setting.num_blocks, setting.block_size, setting.num_groups)
         self.told: dict[int, Told] = {}
         self.plans: list[StepPlan] = []
@@ -122,6 +137,7 @@ class Driver:
         plan, handle = self._in_flight.popleft()
         try:
             outcome = self.scheduler.commit(plan, handle.result())
+            self.budget.observe(plan, self.setting.step_cost(plan))
         except EngineError as error:
             outcome = self.scheduler.fail_step(plan, str(error))
         self._tell(outcome)

@@ -1,8 +1,9 @@
 """What one step should do. Deciding reads the scheduler's state and changes nothing.
 
 There is no prefill phase and no decode phase: every request has tokens it should have computed and tokens it has,
-and a step hands out its budget to let them catch up. Running requests come first, those that need a single token
-before those that need many; what is left over admits waiting ones. Whatever does not fit is cut and goes on later.
+and a step hands out its budget (`scheduler.budget` says how much) to let them catch up. Running requests come first,
+those that need a single token before those that need many; what is left over admits waiting ones. Whatever does not
+fit is cut and goes on later.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.kv_cache.manager import CachedPrefix, KVCacheManager
 from tokenmill_engine.request import Request
+from tokenmill_engine.scheduler.budget import Allowance, BudgetPolicy
 from tokenmill_engine.scheduler.queue import WaitingQueue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 
@@ -45,9 +47,16 @@ class Decision:
 class Decider:
     """Decides steps from the state it was given."""
 
-    def __init__(self, config: SchedulerConfig, table: SlotTable, kv: KVCacheManager, waiting: WaitingQueue) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        budget: BudgetPolicy,
+        table: SlotTable,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+    ) -> None:
         self._by_priority = config.policy == "priority"
-        self._budget = config.max_num_batched_tokens
+        self._budget = budget
         self._table = table
         self._kv = kv
         self._waiting = waiting
@@ -61,7 +70,7 @@ class Decider:
         preempted: list[Request] = []
         first_needed = 0
         while True:
-            slots, num_scheduled = self._share_budget(running)
+            slots, num_scheduled, allowance = self._share_budget(running)
             growing, needed = self._growth(slots, num_scheduled)
             free = self._kv.pool.num_free + self._kv.count_freed(r.request_id for r in preempted)
             if needed <= free:
@@ -74,28 +83,34 @@ class Decider:
             running = running[running != victim.slot]
         if preempted:
             return Decision(slots, num_scheduled, growing, preempted=preempted, num_blocks_needed=first_needed)
-        admissions = self._admit(self._budget - int(num_scheduled.sum()), free - needed) if self._waiting else []
+        admissions = self._admit(allowance, free - needed) if self._waiting else []
         if len(slots) == 0 and not admissions:
             return None
         return Decision(slots, num_scheduled, growing, admissions)
 
-    def _share_budget(self, running: IntArray) -> tuple[IntArray, IntArray]:
-        """Rows to compute and tokens of each: single tokens first, each kind in order of admission."""
+    def _share_budget(self, running: IntArray) -> tuple[IntArray, IntArray, Allowance]:
+        """Rows to compute, tokens of each, and what is left: single tokens first, each kind in order of admission."""
         table = self._table
         num_tokens = table.num_tokens[running]
-        pending = num_tokens - table.num_computed[running]
         unfinished = num_tokens < table.max_total[running]
         if not unfinished.all():
-            running, pending = running[unfinished], pending[unfinished]
-        total = int(pending.sum())
-        if total != len(running):
-            order = np.argsort(pending != 1, kind="stable")
-            running, pending = running[order], pending[order]
-        if total > self._budget:
-            pending = np.minimum(pending, self._budget - (np.cumsum(pending) - pending))
-            served = pending > 0
-            running, pending = running[served], pending[served]
-        return running, pending.astype(np.int32, copy=False)
+            running, num_tokens = running[unfinished], num_tokens[unfinished]
+        pending = num_tokens - table.num_computed[running]
+        is_single = pending == 1
+        num_single = int(np.count_nonzero(is_single))
+        singles = running if num_single == len(running) else running[is_single]
+        allowance = self._budget.for_step(num_single, int(num_tokens.sum(where=is_single)))
+        singles = singles[: allowance.num_decodes]
+        if num_single == len(running):
+            return singles, np.ones(len(singles), dtype=np.int32), allowance
+        many = np.flatnonzero(~is_single)
+        num_computed = table.num_computed[running[many]]
+        chunks = [allowance.grant(*row) for row in zip(pending[many].tolist(), num_computed.tolist(), strict=True)]
+        num_chunks = len(chunks) - chunks.count(0)
+        slots = np.concatenate([singles, running[many[:num_chunks]]])
+        num_scheduled = np.ones(len(slots), dtype=np.int32)
+        num_scheduled[len(singles) :] = chunks[:num_chunks]
+        return slots, num_scheduled, allowance
 
     def _growth(self, slots: IntArray, num_scheduled: IntArray) -> tuple[IntArray, int]:
         """Rows whose tokens exceed their blocks, and how many blocks they lack together."""
@@ -113,7 +128,7 @@ class Decider:
             return max(requests, key=lambda r: (r.priority, -r.num_preemptions, r.arrival_time))
         return min(reversed(requests), key=lambda r: r.num_preemptions)
 
-    def _admit(self, budget: int, free: int) -> list[Admission]:
+    def _admit(self, allowance: Allowance, free: int) -> list[Admission]:
         """Waiting requests that start now, in their order, up to the first that does not fit.
 
         A request fits if blocks for all of its tokens are free and one more remains for every other request that
@@ -124,7 +139,7 @@ class Decider:
         free_slots = self._table.num_slots - self._table.num_running
         taken: set[int] = set()
         for request in self._waiting:
-            if budget <= 0 or len(admissions) == free_slots:
+            if allowance.num_left == 0 or len(admissions) == free_slots:
                 break
             num_tokens = request.num_prompt_tokens + len(request.saved_output)
             # The last token is always computed: its logits are what comes next.
@@ -134,10 +149,11 @@ class Decider:
             needed = self._kv.num_blocks(num_tokens) - self._kv.num_blocks(cached.num_tokens) + len(unused)
             if needed + reserved > free:
                 break
-            num_scheduled = min(num_tokens - cached.num_tokens, budget)
+            num_scheduled = allowance.grant(num_tokens - cached.num_tokens, cached.num_tokens)
+            if num_scheduled == 0:
+                break
             admissions.append(Admission(request, cached, num_tokens, num_scheduled))
             taken |= unused
             free -= needed
-            budget -= num_scheduled
             reserved += self._kv.num_groups
         return admissions

@@ -23,6 +23,7 @@ from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import EngineLoad, FinishReason
 from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPlan, StepResult
 from tokenmill_engine.request import Request, RequestState
+from tokenmill_engine.scheduler.budget import BudgetPolicy
 from tokenmill_engine.scheduler.decision import Admission, Decider, Decision
 from tokenmill_engine.scheduler.outcome import StepOutcome, slice_logprobs
 from tokenmill_engine.scheduler.prompts import LastPrompt
@@ -54,13 +55,18 @@ class Scheduler:
     """Requests and steps of one engine core. Not thread-safe."""
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int, eos_token_ids: tuple[int, ...]
+        self,
+        config: SchedulerConfig,
+        budget: BudgetPolicy,
+        kv: KVCacheManager,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
     ) -> None:
         self._kv = kv
         self._eos_token_ids = eos_token_ids
         self._table = SlotTable(config.max_num_seqs, max_model_len, kv.block_size, hash_blocks=kv.enable_caching)
         self._waiting = make_queue(config.policy)
-        self._decider = Decider(config, self._table, kv, self._waiting)
+        self._decider = Decider(config, budget, self._table, kv, self._waiting)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_prompt = LastPrompt(kv.block_size, hash_blocks=kv.enable_caching)

@@ -182,7 +182,13 @@ def _scheduler_config(values: FlagValues, device: DeviceInfo, *, offline: bool) 
             f"every sequence could get a token per step; use at most --max-num-seqs {max_num_batched_tokens}"
         )
     return SchedulerConfig(
-        **_section(values, "scheduler", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        **_section(
+            values,
+            "scheduler",
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            explicit_budget=values.is_given("max_num_batched_tokens"),
+        )
     )
 
 

@@ -274,9 +274,20 @@ _SCHEDULER = (
         integer(1, 2**31 - 1),
         None,
         "Most tokens per step: larger for throughput, smaller for even streams. Default: 2048 "
-        "(on GPUs of 70 GiB and more 8192, for LLM(...) 16384)",
+        "(on GPUs of 70 GiB and more 8192, for LLM(...) 16384), and beside running streams the fewest that "
+        "cost at most 1 % of throughput",
         "scheduler.max_num_batched_tokens",
         metavar="TOKENS",
+    ),
+    Flag(
+        "target-itl-ms",
+        Group.SCHEDULER,
+        number(0, math.inf, exclude_minimum=True),
+        None,
+        "Inter-token latency in milliseconds that running streams keep while prompts are computed beside them: each "
+        "step takes as many prompt tokens as fit into this time, at most --max-num-batched-tokens. Default: no target",
+        "scheduler.target_itl_ms",
+        metavar="MS",
     ),
     Flag(
         "scheduling-policy",

@@ -74,6 +74,8 @@ CASES = [
     (["--max-num-seqs", "4"], "scheduler.max_num_seqs", 4),
     (["--max-num-batched-tokens", "32"], "scheduler.max_num_batched_tokens", 32),
     (["--max-num-batched-tokens", "32"], "scheduler.max_num_seqs", 32),
+    (["--max-num-batched-tokens", "2048"], "scheduler.explicit_budget", True),
+    (["--target-itl-ms", "12.5"], "scheduler.target_itl_ms", 12.5),
     (["--scheduling-policy", "priority"], "scheduler.policy", "priority"),
     (["--no-async-scheduling"], "scheduler.async_scheduling", False),
     (["--enforce-eager"], "device.enforce_eager", True),
@@ -96,6 +98,30 @@ def test_flag_reaches_its_place(arguments: list[str], destination: str, value: o
 
 def test_every_flag_has_a_case() -> None:
     assert {flag.destination for flag in FLAGS.values()} <= {case[1] for case in CASES} | RESOLVED_BY_OTHER_TESTS
+
+
+def test_a_budget_is_explicit_wherever_it_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("max-num-batched-tokens: 2048\ntarget_itl_ms: 30\n")
+    scheduler = configure("--config", str(file)).engine.scheduler
+    assert (scheduler.explicit_budget, scheduler.target_itl_ms) == (True, 30.0)
+    environment = {"TOKENMILL_MAX_NUM_BATCHED_TOKENS": "2048", "TOKENMILL_TARGET_ITL_MS": "7.5"}
+    scheduler = configure(**environment).engine.scheduler
+    assert (scheduler.explicit_budget, scheduler.target_itl_ms) == (True, 7.5)
+    values = FlagValues()
+    offer_keywords(values, {"max_num_batched_tokens": 2048, "target_itl_ms": 9, "device": "cpu"}, "LLM")
+    scheduler = build_configuration(values, offline=True).engine.scheduler
+    assert (scheduler.explicit_budget, scheduler.target_itl_ms) == (True, 9.0)
+    values = FlagValues()
+    offer_keywords(values, {"max_num_batched_tokens": None, "device": "cpu"}, "LLM")
+    scheduler = build_configuration(values, offline=True).engine.scheduler
+    assert (scheduler.explicit_budget, scheduler.target_itl_ms) == (False, None)
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "fast", "40ms"])
+def test_a_target_is_a_positive_time(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--target-itl-ms must be a number above 0; got"):
+        configure("--target-itl-ms", value)
 
 
 def test_max_model_len_auto_is_the_default() -> None:

@@ -1,0 +1,237 @@
+"""How many tokens a step may compute. A policy decides; which one follows from the flags:
+
+* `--max-num-batched-tokens` alone: every step may compute that many.
+* `--target-itl-ms`: a step in which requests decode takes as many prompt tokens as keep its predicted time within the
+  target; at least `MIN_PREFILL_TOKENS`, so that prompts never starve.
+* neither: a step in which requests decode takes the smallest number of tokens that costs at most 1 % of throughput.
+
+A step in which nothing decodes may always compute `max_num_batched_tokens`: nobody waits for its end. No policy
+changes what is computed, only when.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tokenmill_engine.config.engine import SchedulerConfig
+from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.scheduler.cost_model import PrefillCosts, SizeCost, StepCostModel, context_pairs, work_of
+
+logger = logging.getLogger(__name__)
+
+MIN_PREFILL_TOKENS = 32
+"""Prompt tokens that a step may compute whatever decodes beside them, within `max_num_batched_tokens`."""
+
+_THROUGHPUT_LOSS = 0.01
+_SAFETY = 2.5
+"""Standard deviations that a step may take longer than predicted and still keep the target."""
+_WARNING_INTERVAL_S = 60.0
+
+
+class Allowance:
+    """What one step may still compute, beside `num_decodes` rows of one token that it has granted already."""
+
+    __slots__ = ("num_decodes", "num_left")
+
+    def __init__(self, num_tokens: int, num_decodes: int) -> None:
+        self.num_decodes = min(num_decodes, num_tokens)
+        self.num_left = num_tokens - self.num_decodes
+
+    def grant(self, num_pending: int, num_computed: int) -> int:
+        """Tokens that a row computes of its `num_pending`, after the `num_computed` it has; 0 if it must wait."""
+        granted = min(num_pending, self.num_left)
+        self.num_left -= granted
+        return granted
+
+
+class TimedAllowance(Allowance):
+    """An allowance that also ends where the step would take longer than `limit_s`."""
+
+    __slots__ = ("_decode_context", "_limit_s", "_model", "_num_tokens", "_num_unconditional", "_pairs")
+
+    def __init__(
+        self, num_tokens: int, num_decodes: int, decode_context: int, limit_s: float, model: StepCostModel
+    ) -> None:
+        super().__init__(num_tokens, num_decodes)
+        self._model = model
+        self._limit_s = limit_s
+        self._decode_context = decode_context
+        self._num_tokens = self.num_decodes
+        self._pairs = 0.0
+        self._num_unconditional = MIN_PREFILL_TOKENS
+
+    def grant(self, num_pending: int, num_computed: int) -> int:
+        wanted = min(num_pending, self.num_left)
+        granted = min(wanted, self._num_unconditional)
+        if granted < wanted and self._fits(wanted, num_computed):
+            granted = wanted
+        too_many = wanted if granted < wanted else granted
+        while too_many - granted > 1:
+            middle = (granted + too_many) // 2
+            if self._fits(middle, num_computed):
+                granted = middle
+            else:
+                too_many = middle
+        self._num_tokens += granted
+        self._pairs += context_pairs(granted, num_computed)
+        self._num_unconditional = max(0, self._num_unconditional - granted)
+        self.num_left = self.num_left - granted if granted == wanted else 0
+        return granted
+
+    def _fits(self, num_tokens: int, num_computed: int) -> bool:
+        pairs = self._pairs + context_pairs(num_tokens, num_computed)
+        return self._model.seconds(self._num_tokens + num_tokens, self._decode_context, pairs) <= self._limit_s
+
+
+class BudgetPolicy(Protocol):
+    """Hands out the allowance of each step. Only `observe` changes anything."""
+
+    @property
+    def mixed_tokens(self) -> int:
+        """What the last step, or the next one like it, may compute at most if requests decode in it."""
+
+    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
+        """The allowance of a step with `num_decodes` rows of one token, which read `decode_context` tokens."""
+
+    def observe(self, plan: StepPlan, elapsed_s: float) -> None:
+        """A step is done; it took the device `elapsed_s` (0: nobody looked)."""
+
+    def describe(self) -> str:
+        """The policy in force, with its numbers, for the log."""
+
+
+class FixedBudget:
+    """The same for every step."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.mixed_tokens = num_tokens
+
+    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
+        return Allowance(self.mixed_tokens, num_decodes)
+
+    def observe(self, plan: StepPlan, elapsed_s: float) -> None:
+        """Nothing is to be learnt."""
+
+    def describe(self) -> str:
+        return f"{self.mixed_tokens} tokens in every step, as asked for"
+
+
+class EfficientBudget:
+    """In steps with decodes the smallest number of tokens at which a token costs at most 1 % more than at the best.
+
+    Candidates are the sizes at which the cost model has a knot. One that was never measured, and may be better than
+    the best that was, is tried once. Among the others, doubt speaks for the smaller one: in use it is measured anew.
+    """
+
+    def __init__(self, max_tokens: int, model: StepCostModel) -> None:
+        self._max_tokens = max_tokens
+        self._model = model
+        self._untried: list[int] = []
+        self._chosen = max_tokens
+        self._reconsider()
+
+    @property
+    def mixed_tokens(self) -> int:
+        return self._chosen
+
+    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
+        if num_decodes == 0:
+            return Allowance(self._max_tokens, 0)
+        least = num_decodes + MIN_PREFILL_TOKENS
+        wanted = next((size for size in self._untried if size >= least), max(self._chosen, least))
+        return Allowance(min(wanted, self._max_tokens), num_decodes)
+
+    def observe(self, plan: StepPlan, elapsed_s: float) -> None:
+        self._model.observe(work_of(plan), elapsed_s)
+        if plan.num_decodes < plan.num_reqs and elapsed_s > 0.0:
+            self._reconsider()
+
+    def describe(self) -> str:
+        costs = ", ".join(f"{size.num_tokens}: {size.seconds * 1e3:.1f}" for size in self._sizes() if size.is_known)
+        if not costs:
+            return f"{self._max_tokens} tokens in a step; beside running streams fewer, to be learnt from the steps"
+        return f"{self._max_tokens} tokens in a step, {self._chosen} beside running streams (ms by tokens: {costs})"
+
+    def _sizes(self) -> list[SizeCost]:
+        """Sizes that have room for prompts beside a decode."""
+        return [size for size in self._model.size_costs() if size.num_tokens > MIN_PREFILL_TOKENS]
+
+    def _reconsider(self) -> None:
+        sizes = self._sizes()
+        known = [size for size in sizes if size.is_known]
+        if not known:
+            return
+        best = min(size.per_token for size in known)
+        self._untried = [s.num_tokens for s in sizes if not s.is_known and s.least_per_token < best]
+        bound = (1.0 + _THROUGHPUT_LOSS) * best
+        self._chosen = next(size.num_tokens for size in known if size.least_per_token <= bound)
+
+
+class TargetBudget:
+    """In steps with decodes as many tokens as keep the step's predicted time, with room for error, within a target."""
+
+    def __init__(
+        self, max_tokens: int, target_s: float, model: StepCostModel, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._target_s = target_s
+        self._model = model
+        self._clock = clock
+        self._warned_at = -_WARNING_INTERVAL_S
+        self.mixed_tokens = max_tokens
+
+    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
+        if num_decodes == 0:
+            return Allowance(self._max_tokens, 0)
+        if not self._model.has_learnt:
+            return Allowance(min(self._max_tokens, num_decodes + MIN_PREFILL_TOKENS), num_decodes)
+        return TimedAllowance(self._max_tokens, num_decodes, decode_context, self._limit_s, self._model)
+
+    def observe(self, plan: StepPlan, elapsed_s: float) -> None:
+        work = work_of(plan)
+        self._model.observe(work, elapsed_s)
+        if plan.num_decodes == 0 or elapsed_s <= 0.0:
+            return
+        if plan.num_decodes < plan.num_reqs:
+            likewise = self.for_step(plan.num_decodes, work.decode_context)
+            self.mixed_tokens = likewise.num_decodes + likewise.grant(self._max_tokens, 0)
+        if work.num_tokens - plan.num_decodes <= MIN_PREFILL_TOKENS:
+            predicted_s = self._model.predict(work)
+            if predicted_s > self._target_s:
+                self._warn(plan.num_decodes, predicted_s)
+
+    def describe(self) -> str:
+        return (
+            f"at most {self._max_tokens} tokens in a step; beside running streams as many as keep the step within "
+            f"{self._target_s * 1e3:g} ms, at least {MIN_PREFILL_TOKENS} prompt tokens"
+        )
+
+    @property
+    def _limit_s(self) -> float:
+        return self._target_s / (1.0 + _SAFETY * self._model.noise)
+
+    def _warn(self, num_decodes: int, predicted_s: float) -> None:
+        now = self._clock()
+        if now < self._warned_at + _WARNING_INTERVAL_S:
+            return
+        self._warned_at = now
+        logger.warning(
+            "--target-itl-ms %g cannot be kept at this load: a step of %d running requests takes %.1f ms even with "
+            "next to no prompt tokens. Prompts still get %d tokens of each step. Raise the target or lower "
+            "--max-num-seqs (this is said once a minute at most)",
+            self._target_s * 1e3,
+            num_decodes,
+            predicted_s * 1e3,
+            MIN_PREFILL_TOKENS,
+        )
+
+
+def make_budget(config: SchedulerConfig, prefill_costs: PrefillCosts = ()) -> BudgetPolicy:
+    """The policy that the flags ask for. `prefill_costs` were measured by the worker at its start, if at all."""
+    max_tokens = config.max_num_batched_tokens
+    if config.target_itl_ms is not None:
+        return TargetBudget(max_tokens, config.target_itl_ms * 1e-3, StepCostModel(max_tokens, prefill_costs))
+    if config.explicit_budget:
+        return FixedBudget(max_tokens)
+    return EfficientBudget(max_tokens, StepCostModel(max_tokens, prefill_costs))
