@@ -1,5 +1,6 @@
 """The worker on a CUDA device: the tokens of the CPU, graphs on and off, steps ahead, no waiting, memory."""
 
+import time
 from dataclasses import replace
 from functools import cache
 
@@ -18,18 +19,22 @@ from tokenmill_engine.executor.uniproc import UniprocExecutor
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.worker.memory import GIB
+from tokenmill_engine.worker.rehearsal import rehearsal_plan
+from tokenmill_engine.worker.shapes import MAX_GRAPH_TOKENS
 from tokenmill_engine.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_SLOTS = 96, 16, 12
+BUDGET = 1024
+"""More than the largest graph holds."""
 
 
 def engine_config(kind: str, *, enforce_eager: bool = False, cache: CacheConfig | None = None) -> EngineConfig:
     return EngineConfig(
         model=model_config(cached_tiny_model("llama")),
         cache=cache or CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS),
-        scheduler=SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=BUDGET),
         device=DeviceConfig(kind="cuda" if kind == "cuda" else "cpu", enforce_eager=enforce_eager),
     )
 
@@ -69,6 +74,22 @@ def test_tokens_equal_the_cpu_in_float32(
     assert [generation.output for generation in on_cuda] == cpu_tokens(greedy)
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_steps_too_large_for_a_graph(enforce_eager: bool) -> None:
+    rng = np.random.default_rng(2)
+    tokens = {}
+    for on in (worker("cpu"), worker("cuda", enforce_eager)):
+        rng = np.random.default_rng(2)
+        generations = [Generation(rng.integers(3, 500, 70 + k).tolist(), 8, p) for k, p in enumerate(SAMPLED)]
+        driver = StepDriver.of_worker(
+            on, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS, budget=BUDGET, depth=2
+        )
+        driver.run(generations)
+        assert driver.plans[0].num_tokens > MAX_GRAPH_TOKENS
+        tokens[on] = [generation.output for generation in generations]
+    assert len({str(outputs) for outputs in tokens.values()}) == 1
+
+
 @pytest.mark.parametrize("budget", [512, 16])
 def test_logprobs_equal_the_cpu(budget: int) -> None:
     params = [SamplingParams(temperature=0.0, seed=0, logprobs=3, prompt_logprobs=k % 4) for k in range(len(SAMPLED))]
@@ -100,6 +121,30 @@ def test_no_step_waits_for_the_device(params: SamplingParams, enforce_eager: boo
         generations
     )
     assert all(len(generation.output) == 8 for generation in generations)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED[1]], ids=["greedy", "random"])
+def test_steady_steps_pin_no_memory(params: SamplingParams) -> None:
+    generate(worker("cuda"), [params] * len(SAMPLED), budget=64, depth=2)
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    generate(worker("cuda"), [params] * len(SAMPLED), budget=64, depth=2)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_steps_know_how_long_they_took(enforce_eager: bool) -> None:
+    on = worker("cuda", enforce_eager)
+    started = time.perf_counter()
+    results = [on.execute(rehearsal_plan(4, 64, 1, BLOCK_SIZE, GREEDY)) for _ in range(5)]
+    elapsed = [result.wait().elapsed_s for result in results]
+    assert all(seconds > 0 for seconds in elapsed)
+    assert sum(elapsed) <= time.perf_counter() - started
+
+
+def test_prompts_are_timed_at_the_start() -> None:
+    capacity = Worker(engine_config("cuda")).initialize()
+    assert [tokens for tokens, _ in capacity.prefill_costs] == [256, 512, 1024]
+    assert all(0 < seconds < 1 for _, seconds in capacity.prefill_costs)
 
 
 def test_the_share_of_memory_is_used_and_not_exceeded() -> None:
