@@ -1,4 +1,4 @@
-"""The engine core's process: `python -m tokenmill_engine.process --control-fd N --parent-pid P`.
+"""The engine core's process: `python -m tokenmill_engine.process --control-fd N --parent-pid P --run-dir D`.
 
 The main thread runs the busy loop and sleeps when there is nothing to do. One thread receives, one sends; neither
 ever makes the loop wait. The launcher decides when the process ends: SIGTERM means that nobody needs it any more.
@@ -6,6 +6,7 @@ ever makes the loop wait. The launcher decides when the process ends: SIGTERM me
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -23,17 +24,16 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.engine import EngineCore, Executor, Output
+from tokenmill_engine.engine import EngineCore, Output
 from tokenmill_engine.errors import TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import EngineControl, EngineStart, StartFailed
 from tokenmill_engine.ipc.ids import client_identity, incarnation_of
-from tokenmill_engine.ipc.lifecycle import become_child, set_title, watch_parent
+from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_engine.ipc.sockets import bind_router, input_endpoint, output_endpoint
 from tokenmill_engine.messages import ClientGone, ClientMessage, EngineMessage, EngineReady, LoadReport
-from tokenmill_engine.outputs import KVCapacity
+from tokenmill_engine.preparation import Preparation
 
 logger = logging.getLogger("tokenmill_engine.process")  # the module itself runs as `__main__`
 
@@ -173,7 +173,12 @@ def _incarnation_addressed(message: EngineMessage) -> int:
 class EngineProcess:
     """A started engine core and its sockets."""
 
-    def __init__(self, start: EngineStart) -> None:
+    def __init__(self, start: EngineStart, preparation: Preparation, phases: dict[str, float]) -> None:
+        """`phases`: seconds of what came before.
+
+        Raises:
+            TokenmillError: it cannot start.
+        """
         self._observability = start.config.observability
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.inbox = Inbox(context, input_endpoint(start.run_dir, start.engine))
@@ -182,7 +187,8 @@ class EngineProcess:
             output_endpoint(start.run_dir, start.engine),
             on_lost=lambda client, incarnation: self.inbox.put(ClientGone(client, incarnation)),
         )
-        executor, capacity, startup_s = start_executor(start.config)
+        executor, capacity = preparation.start_executor(start.config)
+        capacity = dataclasses.replace(capacity, phases=phases | capacity.phases)
         self._core = EngineCore(start.config, executor, capacity, start.engine)
         self.ready = EngineReady(
             engine=start.engine,
@@ -191,7 +197,7 @@ class EngineProcess:
             block_size=capacity.block_size,
             kv_cache_tokens=capacity.num_blocks // len(capacity.groups) * capacity.block_size,
             attention_backend=capacity.attention_backend,
-            startup_s=startup_s,
+            startup_s=capacity.phases,
         )
 
     def run(self) -> None:
@@ -215,40 +221,31 @@ class EngineProcess:
         self._core.shutdown()
 
 
-def start_executor(config: EngineConfig) -> tuple[Executor, KVCapacity, dict[str, float]]:
-    """The executor of this machine, ready, with what it offers and the seconds of each phase.
-
-    Raises:
-        TokenmillError: it cannot start.
-    """
-    begin = time.monotonic()
-    # Importing it imports torch, which takes a second: not before the parent is watched and the title set.
-    from tokenmill_engine.executor.uniproc import UniprocExecutor
-
-    imported = time.monotonic()
-    executor = UniprocExecutor(config)
-    capacity = executor.initialize()
-    return executor, capacity, {"import": imported - begin, **capacity.phases}
-
-
 def main() -> NoReturn:
+    began = time.monotonic()
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--run-dir", required=True)
     args = parser.parse_args()
-    become_child("engine core", args.parent_pid)
-    signal.signal(signal.SIGTERM, _exit_on_signal)
     channel: ControlChannel[EngineStart] = ControlChannel.from_fd(args.control_fd, EngineControl)
+    # Until there are API servers nobody else removes the run directory of a launcher that is killed.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: exit_terminated(channel, args.run_dir))
+    become_child("engine core", args.parent_pid, signal.SIGTERM, args.run_dir)
+    preparation = Preparation()
     try:
         start = channel.receive()
     except ChannelClosedError:
-        _exit(1)
+        exit_orphaned(args.run_dir)
+    configured = time.monotonic()
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     name = f"engine core {start.engine}"
-    set_title(name)
+    become_child(name, args.parent_pid)
     configure_logging(start.config.observability.log_level, name)
     watch_parent(channel, _ignore, start.run_dir)
+    phases = {"launch": began - start.began, "configure": configured - began}
     try:
-        process = EngineProcess(start)
+        process = EngineProcess(start, preparation, phases)
     except TokenmillError as error:
         _fail_start(channel, error.message)
     except Exception as error:

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ class EngineHost:
     """Engine cores and a `TextGenerator` for them. `generator` belongs to the thread: use it from `run` only."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self._began = time.monotonic()
         self._config = config
         self._tokenizer = tokenizer
         self._started: concurrent.futures.Future[list[EngineReady]] = concurrent.futures.Future()
@@ -96,7 +98,7 @@ class EngineHost:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         with Watcher() as watcher, RunDir() as run_dir:
-            engines = EngineSupervisor(self._config, str(run_dir.path), watcher)
+            engines = EngineSupervisor(str(run_dir.path), watcher, self._began)
             client = EngineClient(
                 str(run_dir.path), client=0, incarnation=0, num_engines=self._config.data_parallel_size
             )
@@ -104,7 +106,9 @@ class EngineHost:
             try:
                 ready = self._watch(watcher, engines)
                 # Metric files are a server's affair, and ours would mix with those of the program around us.
-                engines.start({key: text for key, text in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"})
+                environment = {key: text for key, text in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"}
+                engines.spawn(self._config.data_parallel_size, environment)
+                engines.configure(self._config)
                 await self._until(ready, self._stop)
                 await self._generate_until_stopped(engines.ready, self._stop)
             finally:

@@ -7,15 +7,15 @@
 A dead API server is replaced while the server starts or serves. Whatever happens, no child outlives `serve`.
 """
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum, auto
-
-import psutil
 
 from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
@@ -31,8 +31,10 @@ from tokenmill_engine.ipc.control import (
     StartFailed,
     ToApiServer,
 )
+from tokenmill_engine.ipc.lifecycle import process_began
 from tokenmill_server.control import ApiServerStart
-from tokenmill_server.flags.build import Configuration
+from tokenmill_server.flags.build import Configuration, build_configuration
+from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.listen import bind, release, url_of
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor, describe_exit, stop_children
@@ -62,22 +64,38 @@ class State(Enum):
     FAILING = auto()
 
 
-def serve(configuration: Configuration) -> int:
+def serve(values: FlagValues) -> int:
     """Serves until told to stop; returns the exit status. Main thread only.
 
     Raises:
-        ConfigError: the address to listen on is impossible.
-        StartupError: the port is taken, or a process could not start.
+        ConfigError: flags contradict each other or do not fit the model, or the address to listen on is impossible.
+        StartupError: this machine has not got the device or the memory, the port is taken, or a process could not
+            start.
         EngineDeadError: an engine core died; every open request was answered first, as far as possible.
     """
-    with Watcher() as watcher, watcher.watch_signals(_stop_signals(), restore=False), RunDir() as run_dir:
+    with (
+        Watcher() as watcher,
+        watcher.watch_signals(_stop_signals(), restore=False),
+        RunDir() as run_dir,
+        contextlib.ExitStack() as stack,
+    ):
+        engines = EngineSupervisor(str(run_dir.path), watcher, process_began())
+        stack.callback(engines.stop)
+        environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
+        num_engines: int = values["data_parallel_size"]
+        # Engine cores import for seconds: they may begin while the configuration is checked. Not if there are more of
+        # them than cores, which one mistyped digit is enough for.
+        spawned = num_engines <= len(os.sched_getaffinity(0))
+        if spawned:
+            engines.spawn(num_engines, environment)
+        configuration = build_configuration(values)
         listener = bind(configuration.server)
-        launcher = Launcher(configuration, listener, run_dir, watcher)
-        try:
-            return launcher.run()
-        finally:
-            launcher.stop()
-            release(listener)
+        stack.callback(release, listener)
+        if not spawned:
+            engines.spawn(num_engines, environment)
+        launcher = Launcher(configuration, listener, run_dir, watcher, engines, environment)
+        stack.callback(launcher.stop)
+        return launcher.run()
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -90,21 +108,28 @@ class Launcher:
     """One run of a server."""
 
     def __init__(
-        self, configuration: Configuration, listener: socket.socket, run_dir: RunDir, watcher: Watcher
+        self,
+        configuration: Configuration,
+        listener: socket.socket,
+        run_dir: RunDir,
+        watcher: Watcher,
+        engines: EngineSupervisor,
+        environment: Mapping[str, str],
     ) -> None:
+        """`engines` are spawned, not configured yet."""
         self._engine_config = configuration.engine
         self._config = configuration.server
         self._listener = listener
         self._run_dir = run_dir
         self._watcher = watcher
-        self._engines = EngineSupervisor(configuration.engine, str(run_dir.path), watcher)
+        self._engines = engines
         self._api_servers: dict[int, ChildProcess[FromApiServer]] = {}
         self._incarnations = dict.fromkeys(range(self._config.api_server_count), 0)
         self._listening: set[int] = set()
         self._serving: set[int] = set()
         self._draining: set[int] = set()
         self._deaths: deque[float] = deque(maxlen=_MAX_API_SERVER_DEATHS)
-        self._environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
+        self._environment = environment
         self._state = State.STARTING
         self._deadline: float | None = None
         self._drain_began = 0.0
@@ -116,8 +141,9 @@ class Launcher:
         self._status: int | None = None
 
     def run(self) -> int:
-        """Starts every process and handles what they do until the server is to end; returns its exit status."""
-        self._engines.start(self._environment)
+        """Starts the API servers and handles what all processes do until the server is to end; returns its exit
+        status."""
+        self._engines.configure(self._engine_config)
         for client in range(self._config.api_server_count):
             self._start_api_server(client)
         logger.info(
@@ -137,10 +163,9 @@ class Launcher:
         return self._status
 
     def stop(self) -> None:
-        """Ends every child and waits for it."""
+        """Ends every API server and waits for it."""
         stop_children(self._api_servers.values())
         self._api_servers.clear()
-        self._engines.stop()
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -270,14 +295,15 @@ class Launcher:
         if self._state is not State.STARTING or len(self._serving) < self._config.api_server_count:
             return
         self._state = State.SERVING
-        ready = self._engines.ready[0]
-        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ready.startup_s.items())
+        total = time.monotonic() - process_began()
+        phases = self._engines.ready[0].startup_s
+        phases = phases | {"serve": max(0.0, total - sum(phases.values()))}
         logger.info(
-            "%s is ready at %s after %.1f s (engine: %s)",
+            "%s is ready at %s after %.1f s (%s)",
             self._config.served_model_names[0],
             url_of(self._listener),
-            time.time() - psutil.Process().create_time(),
-            phases,
+            total,
+            ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()),
         )
 
     def _fail(self, rank: int, error: EngineDeadError) -> None:

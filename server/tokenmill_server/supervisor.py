@@ -30,25 +30,35 @@ _STOP_POLL_S = 0.01
 class EngineSupervisor:
     """All engine cores of one server. Their keys in the watcher are `("engine", rank)`."""
 
-    def __init__(self, config: EngineConfig, run_dir: str, watcher: Watcher) -> None:
-        self._config = config
+    def __init__(self, run_dir: str, watcher: Watcher, began: float) -> None:
+        """`began`: the monotonic clock when the user's command, or call, began."""
         self._run_dir = run_dir
         self._watcher = watcher
+        self._began = began
+        self._num_engines = 0
         self._children: dict[int, ChildProcess[FromEngine]] = {}
         self._ready: dict[int, EngineReady] = {}
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._inputs: list[zmq.Socket[bytes]] = []
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Starts every engine core at once; they load in parallel."""
-        for rank in range(self._config.data_parallel_size):
+    def spawn(self, num_engines: int, environment: Mapping[str, str]) -> None:
+        """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured."""
+        self._num_engines = num_engines
+        for rank in range(num_engines):
             child: ChildProcess[FromEngine] = spawn_child(
-                _ENGINE_MODULE, FromEngine, env=_engine_environment(environment, self._config, rank)
+                _ENGINE_MODULE,
+                FromEngine,
+                args=["--run-dir", self._run_dir],
+                env=_engine_environment(environment, num_engines, rank),
             )
             self._children[rank] = child
             self._watcher.add(("engine", rank), child)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Tells every engine core what to be; they load in parallel. `spawn` started as many as `config` says."""
+        for rank, child in self._children.items():
             try:
-                child.channel.send(EngineStart(rank, self._run_dir, self._config))
+                child.channel.send(EngineStart(rank, self._run_dir, config, self._began))
             except ChannelClosedError:
                 logger.debug("engine core %d ended before it could be configured", rank)
 
@@ -59,7 +69,7 @@ class EngineSupervisor:
 
     @property
     def all_ready(self) -> bool:
-        return len(self._ready) == self._config.data_parallel_size
+        return 0 < self._num_engines == len(self._ready)
 
     def handle(self, event: Said | Exited) -> None:
         """Takes note of an event about an engine core.
@@ -86,7 +96,7 @@ class EngineSupervisor:
             self._zmq = zmq.Context()
             self._inputs = [
                 connect_dealer(self._zmq, input_endpoint(self._run_dir, rank), LAUNCHER_IDENTITY)
-                for rank in range(self._config.data_parallel_size)
+                for rank in range(self._num_engines)
             ]
         frame = msgspec.msgpack.encode(ClientGone(client, incarnation))
         for socket in self._inputs:
@@ -122,12 +132,12 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _engine_environment(environment: Mapping[str, str], config: EngineConfig, rank: int) -> dict[str, str]:
-    """Rank k of several sees only the k-th visible GPU."""
+def _engine_environment(environment: Mapping[str, str], num_engines: int, rank: int) -> dict[str, str]:
+    """Rank k of several sees only the k-th visible GPU, if there are so many."""
     result = dict(environment)
-    if config.device.kind == "cuda" and config.data_parallel_size > 1:
+    if num_engines > 1:
         visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        result["CUDA_VISIBLE_DEVICES"] = visible[rank] if visible else str(rank)
+        result["CUDA_VISIBLE_DEVICES"] = (visible[rank] if rank < len(visible) else "") if visible else str(rank)
     return result
 
 

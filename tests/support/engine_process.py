@@ -167,16 +167,19 @@ def started_engine(config: EngineConfig) -> Iterator[tuple[ChildProcess[FromEngi
     metrics = Path(run_dir) / "metrics"
     metrics.mkdir()
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    began = time.monotonic()
     stderr = os.dup(2)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 2)
         try:
-            child: ChildProcess[FromEngine] = spawn_child("tokenmill_engine.process", FromEngine, env=environment)
+            child: ChildProcess[FromEngine] = spawn_child(
+                "tokenmill_engine.process", FromEngine, args=["--run-dir", run_dir], env=environment
+            )
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
     try:
-        child.channel.send(EngineStart(0, run_dir, config))
+        child.channel.send(EngineStart(0, run_dir, config, began))
         yield child, run_dir, log
     finally:
         if child.process.poll() is None:

@@ -15,6 +15,8 @@ class EngineStart(msgspec.Struct, tag=True, frozen=True):
     engine: int
     run_dir: str
     config: EngineConfig
+    began: float
+    """Of the monotonic clock, in seconds: when the user's command, or call, began."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

@@ -11,9 +11,12 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import psutil
 import setproctitle
 
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
@@ -21,6 +24,8 @@ from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
+_START_TIME_FIELD = 19
+"""Of /proc/self/stat, from the state on: ticks from the start of the machine to that of the process."""
 _CLOSE_WAIT_S = 1.0
 """How much later than its death signal a dying parent closes its sockets, at most."""
 
@@ -47,6 +52,17 @@ def become_child(
 def set_title(title: str) -> None:
     """What `ps` shows, after our name."""
     setproctitle.setproctitle(f"tokenmill: {title}")
+
+
+def process_began() -> float:
+    """When this process began, of the monotonic clock, which all processes of the machine share."""
+    try:
+        # The fields after the name, which may hold anything, from the third on.
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):  # not Linux
+        age = time.time() - psutil.Process().create_time()
+    return time.monotonic() - max(0.0, age)
 
 
 def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], run_dir: str) -> threading.Thread:

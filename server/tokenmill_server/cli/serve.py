@@ -31,12 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     configure_logging(values["log_level"], "launcher")
     _check_open_files()
     # Not before the flags are known to be right: a mistake should not wait for these imports.
-    from tokenmill_server.flags.build import build_configuration
     from tokenmill_server.launcher import serve
 
-    configuration = build_configuration(values)
     set_title("launcher")
-    return serve(configuration)
+    return serve(values)
 
 
 def _check_open_files() -> None:

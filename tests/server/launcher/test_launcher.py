@@ -22,13 +22,12 @@ SCRIPT = """
 import logging, sys
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_server import launcher, supervisor
-from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
 logging.basicConfig(level=logging.INFO)
 launcher._API_SERVER_MODULE = "tests.support.scripted_api_server"
 supervisor._ENGINE_MODULE = "tests.support.scripted_engine"
 try:
-    sys.exit(launcher.serve(build_configuration(read_flags(sys.argv[1:]))))
+    sys.exit(launcher.serve(read_flags(sys.argv[1:])))
 except TokenmillError as error:
     sys.exit(f"error: {error}")
 """
@@ -104,7 +103,7 @@ def launched(*arguments: str, engine: str = "ready", api: str = "serve") -> Iter
 
 def test_ready_line_then_clean_stop() -> None:
     with launched("-dp", "2", "-asc", "3") as run:
-        run.wait_for(r"is ready at http://127.0.0.1:\d+ after \d+\.\d s \(engine: load 0.1\)")
+        run.wait_for(r"is ready at http://127.0.0.1:\d+ after \d+\.\d s \(load 0.1, serve \d+\.\d\)")
         assert len(re.findall(r"api \d\.0 hears EnginesReady", run.children_log)) == 3
         run.process.send_signal(signal.SIGTERM)
         run.wait(0)
