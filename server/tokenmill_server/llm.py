@@ -44,19 +44,20 @@ class LLM:
         configuration = build_configuration(values, offline=True)
         self.tokenizer = load_tokenizer(configuration.engine.model.tokenizer_path)
         self._default_sampling = SamplingParams(**configuration.server.default_sampling)
-        self._processor = _input_processor(configuration, self.tokenizer)
-        self._host = EngineHost(configuration.engine, self.tokenizer)
+        self.input_processor = _input_processor(configuration, self.tokenizer)
+        self.host = EngineHost(configuration.engine, self.tokenizer)
+        """With `input_processor`, for tools that watch single steps."""
         self._num_requests = 0
-        self._finalizer = weakref.finalize(self, self._host.close)
-        ready = self._host.start()
-        self._processor.max_model_len = most = min(engine.max_model_len for engine in ready)
+        self._finalizer = weakref.finalize(self, self.host.close)
+        ready = self.host.start()
+        self.input_processor.max_model_len = most = min(engine.max_model_len for engine in ready)
         if (self._default_sampling.max_tokens or 0) > most:  # the model's own limit may exceed what fits here
             self._default_sampling = msgspec.structs.replace(self._default_sampling, max_tokens=most)
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt and output together, in tokens."""
-        return self._processor.max_model_len
+        return self.input_processor.max_model_len
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, with `encode(text)` and `decode(token_ids)`."""
@@ -100,7 +101,7 @@ class LLM:
             template_variables=chat_template_kwargs or {},
         )
         items = [
-            Item(text=self._processor.render_chat(conversation, options), add_special_tokens=False)
+            Item(text=self.input_processor.render_chat(conversation, options), add_special_tokens=False)
             for conversation in conversations_of(messages)
         ]
         return self._run(items, self._sampling_list(sampling_params, len(items)), [0] * len(items), use_tqdm=use_tqdm)
@@ -125,7 +126,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Nothing is sent before every request is known to be right."""
         with progress_bar(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
-            return self._host.run(self._generate(items, sampling, priorities, bar))
+            return self.host.run(self._generate(items, sampling, priorities, bar))
 
     async def _generate(
         self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int], bar: "tqdm[Any]"
@@ -136,7 +137,7 @@ class LLM:
         progress = _Progress(bar)
 
         async def complete(request: GenerationRequest) -> RequestOutput:
-            output = public_output(await self._host.generator.complete(request), self.tokenizer)
+            output = public_output(await self.host.generator.complete(request), self.tokenizer)
             progress.add(output)
             return output
 
@@ -150,11 +151,11 @@ class LLM:
     async def _build(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> GenerationRequest:
         try:
             if item.text is not None:
-                prompt = await self._processor.encode_text(item.text, item.add_special_tokens)
+                prompt = await self.input_processor.encode_text(item.text, item.add_special_tokens)
             else:
-                prompt = self._processor.take_token_ids(item.token_ids)
+                prompt = self.input_processor.take_token_ids(item.token_ids)
             self._num_requests += 1
-            return self._processor.build(
+            return self.input_processor.build(
                 prompt, sampling, label=str(self._num_requests), priority=priority, cache_salt=item.cache_salt
             )
         except RequestError as error:

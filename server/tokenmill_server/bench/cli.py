@@ -1,20 +1,27 @@
-"""`tokenmill bench serve | throughput | latency`: the command lines of the benchmarks."""
+"""`tokenmill bench serve | throughput | latency | compare`: the command lines of the benchmarks."""
 
 import argparse
-import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.bench import latency, serve, throughput
-from tokenmill_server.bench.metrics import LATENCIES
+from tokenmill_server.bench import compare, compare_cli, latency, serve, throughput
+from tokenmill_server.bench.values import (
+    count,
+    goal,
+    header,
+    json_object,
+    metric_names,
+    not_negative,
+    percentiles,
+    positive,
+    positive_number,
+    ratio,
+)
 from tokenmill_server.bench.workload import RandomShape
-
-_GOALS = ("ttft", "tpot", "e2el")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,10 +31,12 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _build_parser()
     options, rest = parser.parse_known_args(argv)
+    if options.benchmark in ("serve", "compare") and rest:
+        parser.error(f"unknown argument {rest[0]}")
     if options.benchmark == "serve":
-        if rest:
-            parser.error(f"unknown argument {rest[0]}")
         return serve.run(_serve_bench(options))
+    if options.benchmark == "compare":
+        return compare.run(compare_cli.compare_of(options))
     if options.benchmark == "throughput":
         return throughput.run(_throughput_bench(options, rest))
     return latency.run(_latency_bench(options, rest))
@@ -35,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tokenmill bench", description="Measure a server or the offline engine.")
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{serve,throughput,latency}")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{serve,throughput,latency,compare}")
     _add_serve(commands.add_parser("serve", allow_abbrev=False, help="online: latencies and throughput of a server"))
     engine_flags = "Every other flag is an engine flag of `tokenmill serve`, for example --dtype or --max-num-seqs."
     offline = commands.add_parser(
@@ -46,6 +55,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "latency", allow_abbrev=False, help="offline: seconds per fixed batch", epilog=engine_flags
     )
     _add_latency(single)
+    both = commands.add_parser("compare", allow_abbrev=False, help="us and a peer in turn on this machine")
+    compare_cli.add_arguments(both)
     return parser
 
 
@@ -62,14 +73,14 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=list(serve.DEFAULT_ENDPOINTS), default="openai", help="completions or chat")
     add("--base-url", metavar="URL", help="http://HOST:PORT; overrides --host and --port")
     add("--host", default="127.0.0.1")
-    add("--port", type=_positive, default=8000)
+    add("--port", type=positive, default=8000)
     add("--endpoint", metavar="PATH", help="default: that of the backend")
     add("--model", metavar="NAME", help="model in the requests; default: the first that the server lists")
     add("--api-key", metavar="KEY", help="sent as a bearer token; default: OPENAI_API_KEY from the environment")
-    add("--header", action="append", default=[], type=_header, metavar="NAME=VALUE", help="may be repeated")
+    add("--header", action="append", default=[], type=header, metavar="NAME=VALUE", help="may be repeated")
     add(
         "--ready-check-timeout-sec",
-        type=_not_negative,
+        type=not_negative,
         default=0.0,
         metavar="S",
         help="wait this long for the server to become ready; 0: do not check",
@@ -80,30 +91,30 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     add = group.add_argument
     add("--dataset-name", choices=["random"], default="random")
-    add("--num-prompts", type=_positive, default=1000)
-    add("--random-input-len", "--input-len", type=_positive, default=1024, metavar="TOKENS")
-    add("--random-output-len", "--output-len", type=_positive, default=128, metavar="TOKENS")
-    add("--random-range-ratio", type=_ratio, default=0.0, help="lengths vary evenly by this share, 0 to below 1")
-    add("--random-prefix-len", type=_count, default=0, metavar="TOKENS", help="shared by all prompts, before the input")
+    add("--num-prompts", type=positive, default=1000)
+    add("--random-input-len", "--input-len", type=positive, default=1024, metavar="TOKENS")
+    add("--random-output-len", "--output-len", type=positive, default=128, metavar="TOKENS")
+    add("--random-range-ratio", type=ratio, default=0.0, help="lengths vary evenly by this share, 0 to below 1")
+    add("--random-prefix-len", type=count, default=0, metavar="TOKENS", help="shared by all prompts, before the input")
     add("--tokenizer", metavar="NAME|PATH", help="makes prompts of exact length; default: the model's")
     add("--prompt-format", choices=["text", "ids"], default="text", help="ids: token ids, completions only")
-    add("--vocab-size", type=_positive, metavar="N", help="with --prompt-format ids: no tokenizer is needed")
-    add("--num-warmups", type=_count, default=0, help="requests sent and finished before measuring starts")
-    add("--seed", type=_count, default=0)
+    add("--vocab-size", type=positive, metavar="N", help="with --prompt-format ids: no tokenizer is needed")
+    add("--num-warmups", type=count, default=0, help="requests sent and finished before measuring starts")
+    add("--seed", type=count, default=0)
     add("--ignore-eos", action="store_true", help="send ignore_eos, so that every output has its full length")
-    add("--temperature", type=_not_negative, default=0.0)
-    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="merged into every request's body")
+    add("--temperature", type=not_negative, default=0.0)
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help="merged into every request's body")
 
 
 def _add_pace(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pace")
     add = group.add_argument
-    add("--request-rate", type=_rate, default=math.inf, metavar="PER_S", help="inf: everything at once")
-    add("--burstiness", type=_rate, default=1.0, help="1: Poisson arrivals; below 1 burstier, above more even")
-    add("--max-concurrency", type=_positive, metavar="N", help="most requests in flight")
+    add("--request-rate", type=positive_number, default=math.inf, metavar="PER_S", help="inf: everything at once")
+    add("--burstiness", type=positive_number, default=1.0, help="1: Poisson; below 1 burstier, above more even")
+    add("--max-concurrency", type=positive, metavar="N", help="most requests in flight")
     add(
         "--num-client-processes",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="processes that share the load. Default: one for every four cores, at least 32 streams each, at most 8",
     )
@@ -112,9 +123,9 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("result")
     add = group.add_argument
-    add("--percentile-metrics", type=_metric_names, default=("ttft", "tpot", "itl"), help="which of ttft,tpot,itl,e2el")
-    add("--metric-percentiles", type=_percentiles, default=(99.0,), help="for example 50,90,99")
-    add("--goodput", nargs="+", default=[], type=_goal, metavar="NAME:MS", help="ttft, tpot, e2el limits in ms")
+    add("--percentile-metrics", type=metric_names, default=("ttft", "tpot", "itl"), help="which of ttft,tpot,itl,e2el")
+    add("--metric-percentiles", type=percentiles, default=(99.0,), help="for example 50,90,99")
+    add("--goodput", nargs="+", default=[], type=goal, metavar="NAME:MS", help="ttft, tpot, e2el limits in ms")
     add("--save-result", action="store_true", help="write a JSON file")
     add("--save-detailed", action="store_true", help="with every request's times and text in it")
     add("--result-dir", type=Path, default=Path(), metavar="DIR")
@@ -125,24 +136,24 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset-name", choices=["random"], default="random")
-    add("--num-prompts", type=_positive, default=1000)
-    add("--input-len", "--random-input-len", type=_positive, default=1024, metavar="TOKENS")
-    add("--output-len", "--random-output-len", type=_positive, default=128, metavar="TOKENS")
-    add("--random-range-ratio", type=_ratio, default=0.0, help="lengths vary evenly by this share, 0 to below 1")
-    add("--random-prefix-len", type=_count, default=0, metavar="TOKENS", help="shared by all prompts, before the input")
-    add("--n", type=_positive, default=1, help="outputs per prompt")
+    add("--num-prompts", type=positive, default=1000)
+    add("--input-len", "--random-input-len", type=positive, default=1024, metavar="TOKENS")
+    add("--output-len", "--random-output-len", type=positive, default=128, metavar="TOKENS")
+    add("--random-range-ratio", type=ratio, default=0.0, help="lengths vary evenly by this share, 0 to below 1")
+    add("--random-prefix-len", type=count, default=0, metavar="TOKENS", help="shared by all prompts, before the input")
+    add("--n", type=positive, default=1, help="outputs per prompt")
     add("--output-json", type=Path, metavar="FILE")
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
 
 def _add_latency(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input-len", type=_positive, default=32, metavar="TOKENS")
-    add("--output-len", type=_positive, default=128, metavar="TOKENS")
-    add("--batch-size", type=_positive, default=8)
-    add("--n", type=_positive, default=1, help="outputs per prompt")
-    add("--num-iters-warmup", type=_count, default=10)
-    add("--num-iters", type=_positive, default=30)
+    add("--input-len", type=positive, default=32, metavar="TOKENS")
+    add("--output-len", type=positive, default=128, metavar="TOKENS")
+    add("--batch-size", type=positive, default=8)
+    add("--n", type=positive, default=1, help="outputs per prompt")
+    add("--num-iters-warmup", type=count, default=10)
+    add("--num-iters", type=positive, default=30)
     add("--output-json", type=Path, metavar="FILE")
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
@@ -214,54 +225,3 @@ def _latency_bench(options: argparse.Namespace, engine_flags: Sequence[str]) -> 
         output_json=options.output_json,
         show_progress=not options.disable_tqdm and sys.stderr.isatty(),
     )
-
-
-def _checked(convert: Callable[[str], Any], holds: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    """An argparse type: `convert`, then check; the message says what is `wanted`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = convert(text)
-        except (ValueError, TypeError):
-            value = None
-        if value is None or not holds(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return value
-
-    return parse
-
-
-def _split_header(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name or not (name + value).isprintable():
-        raise ValueError
-    return name, value
-
-
-def _split_goal(text: str) -> tuple[str, float]:
-    name, _, limit = text.partition(":")
-    return name, float(limit)
-
-
-_positive = _checked(int, lambda value: value >= 1, "a whole number, at least 1")
-_count = _checked(int, lambda value: value >= 0, "a whole number, at least 0")
-_not_negative = _checked(float, lambda value: 0 <= value < math.inf, "a number, at least 0")
-_rate = _checked(float, lambda value: value > 0, "a number above 0")
-_ratio = _checked(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
-_header = _checked(_split_header, lambda value: True, "NAME=VALUE")
-_json_object = _checked(json.loads, lambda value: isinstance(value, dict), "a JSON object")
-_metric_names = _checked(
-    lambda text: tuple(text.split(",")),
-    lambda names: set(names) <= set(LATENCIES),
-    f"a comma-separated choice of {', '.join(LATENCIES)}",
-)
-_percentiles = _checked(
-    lambda text: tuple(float(rank) for rank in text.split(",")),
-    lambda ranks: all(0 <= rank <= 100 for rank in ranks),
-    "comma-separated numbers from 0 to 100",
-)
-_goal = _checked(
-    _split_goal,
-    lambda goal: goal[0] in _GOALS and 0 < goal[1] < math.inf,
-    f"NAME:MILLISECONDS with a name of {', '.join(_GOALS)}",
-)

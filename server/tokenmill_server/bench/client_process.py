@@ -97,6 +97,8 @@ async def _run(channel: ControlChannel[ToClient], target: Target) -> None:
     client = HttpClient(target.base_url, target.headers)
     while isinstance(message := channel.receive(), Jobs):
         (warmups if message.warmup else jobs).extend(message.jobs)
+    if target.max_concurrency is not None:
+        await client.open(min(target.max_concurrency, len(jobs)))
     await send_all(client, target.endpoint, warmups, target.max_concurrency, 0.0, _Counter().add)
     channel.send(Prepared())
     begin = channel.receive()

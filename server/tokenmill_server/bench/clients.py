@@ -85,6 +85,8 @@ async def _run_here(
         end_s = time.perf_counter()
         on_progress(1)
 
+    if target.max_concurrency is not None:
+        await client.open(min(target.max_concurrency, len(jobs)))
     await send_all(client, target.endpoint, warmups, target.max_concurrency, 0.0, lambda: None)
     start_s = time.perf_counter()
     records = await send_all(client, target.endpoint, jobs, target.max_concurrency, start_s, on_done)

@@ -131,6 +131,11 @@ class HttpClient:
         self._head = "\r\n".join(lines)
         self._idle: list[Connection] = []
 
+    async def open(self, count: int) -> None:
+        """Connects `count` times, so that no request has to wait for that. Failures are left to the requests."""
+        opened = await asyncio.gather(*(self._connect() for _ in range(count)), return_exceptions=True)
+        self._idle.extend(connection for connection in opened if isinstance(connection, Connection))
+
     async def get(self, path: str) -> tuple[int, bytes]:
         """(status, body)."""
         sink = CollectSink()

@@ -1,0 +1,286 @@
+"""The processes of a comparison: a server or an offline driver of one side, started, measured and ended."""
+
+import contextlib
+import http.client
+import json
+import queue
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from tokenmill_engine.errors import TokenmillError
+from tokenmill_server.bench.compare_plan import Load
+
+Figures = dict[str, float]
+
+_POLL_S = 0.05
+_STOP_S = 15.0
+_REAP_S = 5.0
+_LOG_TAIL_CHARS = 2000
+_MAX_WARMUPS = 32
+_START_PROMPT_TOKENS = 16
+
+
+class SideError(TokenmillError):
+    """A side could not start, failed or took too long."""
+
+
+class Deadline:
+    """How much time is left."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end_s = time.monotonic() + limit_s
+
+    def left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+    def check(self, what: str) -> None:
+        """Raises SideError once the time is over."""
+        if self.left_s() <= 0:
+            raise SideError(f"{what}: the time limit was reached")
+
+
+@dataclass(slots=True, frozen=True)
+class Model:
+    """What both sides and the load generator need to know of it."""
+
+    path: Path
+    vocab_size: int
+
+
+class Running(Protocol):
+    """A started side."""
+
+    version: str
+    start_s: float
+    """From the command to the first answer."""
+
+    def measure(self, load: Load, seed: int) -> Figures:
+        """Runs one load. Raises SideError."""
+
+    def describe(self, load: Load, seed: int) -> str:
+        """The command or the task that `measure` runs."""
+
+
+@contextlib.contextmanager
+def running_process(
+    command: Sequence[str], environment: Mapping[str, str], log_file: Path, **streams: Any
+) -> Iterator["subprocess.Popen[str]"]:
+    """A process whose descendants, too, are gone after the block. What it says goes to `log_file`."""
+    with log_file.open("a", encoding="utf-8") as log:
+        log.write(f"$ {' '.join(command)}\n")
+        log.flush()
+        try:
+            process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stderr=log,
+                start_new_session=True,
+                text=True,
+                **{"stdin": subprocess.DEVNULL, "stdout": log, **streams},
+            )
+        except OSError as error:
+            raise SideError(f"cannot run {command[0]}: {error.strerror}") from error
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    descendants: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(descendants, timeout=1.0)
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(alive, timeout=_REAP_S)
+
+
+def _log_tail(log_file: Path) -> str:
+    return log_file.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARS:]
+
+
+# --- servers ------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RunningServer:
+    """A server that has answered."""
+
+    def __init__(self, port: int, model: Model, name: str, deadline: Deadline, load_options: Sequence[str]) -> None:
+        self.version = ""
+        self.start_s = 0.0
+        self._port = port
+        self._model = model
+        self._name = name
+        self._deadline = deadline
+        self._load_options = load_options
+
+    def wait_for_answer(self, process: "subprocess.Popen[str]", started_s: float, log_file: Path) -> None:
+        """Asks for one token again and again until it comes. Raises SideError."""
+        first = self._model.vocab_size // 2
+        prompt = list(range(first, first + _START_PROMPT_TOKENS))
+        request = {"model": self._name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        while self._ask("POST", "/v1/completions", json.dumps(request)) is None:
+            if process.poll() is not None:
+                raise SideError(
+                    f"the server ended with status {process.returncode} while starting:\n{_log_tail(log_file)}"
+                )
+            self._deadline.check("waiting for the server's first answer")
+            time.sleep(_POLL_S)
+        self.start_s = time.monotonic() - started_s
+        version = json.loads(self._ask("GET", "/version") or b"{}")
+        self.version = str(version.get("version", "unknown")) if isinstance(version, dict) else "unknown"
+
+    def measure(self, load: Load, seed: int) -> Figures:
+        """Runs `tokenmill bench serve`."""
+        timeout_s = max(1.0, self._deadline.left_s())
+        with tempfile.TemporaryDirectory(prefix="tokenmill-compare-") as folder:
+            command = [*self._command(load, seed), "--result-dir", folder, "--result-filename", "result.json"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            except subprocess.TimeoutExpired:
+                raise SideError(f"{load.name}: the time limit was reached") from None
+            if done.returncode:
+                raise SideError(f"{load.name}: the load generator failed: {done.stderr[-_LOG_TAIL_CHARS:].strip()}")
+            result = json.loads((Path(folder) / "result.json").read_text())
+        if result["failed"]:
+            raise SideError(f"{load.name}: {result['failed']} of {load.num_prompts} requests failed: {done.stderr}")
+        return {key: value for key, value in result.items() if isinstance(value, int | float)}
+
+    def describe(self, load: Load, seed: int) -> str:
+        """The command, without where its result goes."""
+        return shlex.join(self._command(load, seed))
+
+    def _command(self, load: Load, seed: int) -> list[str]:
+        sizes = {
+            "--num-prompts": load.num_prompts,
+            "--max-concurrency": load.concurrency,
+            "--num-warmups": min(load.concurrency, _MAX_WARMUPS),
+            "--random-input-len": load.input_len,
+            "--random-output-len": load.output_len,
+            "--seed": seed,
+        }
+        return [
+            *(sys.executable, "-m", "tokenmill", "bench", "serve", "--base-url", f"http://127.0.0.1:{self._port}"),
+            *("--model", self._name, "--ignore-eos", "--disable-tqdm", "--metric-percentiles", "50,90,99"),
+            *(word for flag, size in sizes.items() for word in (flag, str(size))),
+            *self._load_options,
+        ]
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> bytes | None:
+        """The body of a successful answer; None if there is none."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=max(1.0, self._deadline.left_s()))
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            data = reply.read()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+        return data if reply.status == 200 else None
+
+
+@contextlib.contextmanager
+def started_server(
+    command: Sequence[str], environment: Mapping[str, str], log_file: Path, server: RunningServer
+) -> Iterator[RunningServer]:
+    """`server`, once its process answers; ended with the block. Raises SideError."""
+    started_s = time.monotonic()
+    with running_process(command, environment, log_file) as process:
+        server.wait_for_answer(process, started_s, log_file)
+        yield server
+
+
+# --- offline drivers ----------------------------------------------------------------------------------------------
+
+
+class RunningDriver:
+    """A process that works on the tasks of `compare_peer.serve_tasks`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", model: Model, deadline: Deadline, log_file: Path) -> None:
+        self._process = process
+        self._model = model
+        self._deadline = deadline
+        self._log_file = log_file
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, name="driver-output", daemon=True).start()
+        started_s = time.monotonic()
+        self.version = str(self._answer("starting")["ready"])
+        self.measure(Load("warm-up", "throughput", 8, 32, 8), 0)
+        self.start_s = time.monotonic() - started_s
+
+    def measure(self, load: Load, seed: int) -> Figures:
+        """Hands the driver one task."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(self.describe(load, seed) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise SideError(f"{load.name}: the driver has ended:\n{_log_tail(self._log_file)}") from None
+        return self._answer(load.name)
+
+    def describe(self, load: Load, seed: int) -> str:
+        """The task as the driver reads it."""
+        return json.dumps(
+            {
+                "kind": load.kind,
+                "num_prompts": load.num_prompts,
+                "input_len": load.input_len,
+                "output_len": load.output_len,
+                "vocab_size": self._model.vocab_size,
+                "seed": seed,
+            }
+        )
+
+    def _answer(self, what: str) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=max(1.0, self._deadline.left_s()))
+        except queue.Empty:
+            raise SideError(f"{what}: the time limit was reached") from None
+        if not line:
+            raise SideError(f"{what}: the driver has ended:\n{_log_tail(self._log_file)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _read(self) -> None:
+        """Passes on every line, then an empty one for the end."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+
+@contextlib.contextmanager
+def started_driver(
+    command: Sequence[str], environment: Mapping[str, str], log_file: Path, model: Model, deadline: Deadline
+) -> Iterator[RunningDriver]:
+    """A driver that is ready; ended with the block. Raises SideError."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with running_process(command, environment, log_file, **pipes) as process:
+        yield RunningDriver(process, model, deadline, log_file)
