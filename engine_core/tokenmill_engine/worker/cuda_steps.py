@@ -20,7 +20,7 @@ from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.model_runner import Hidden
-from tokenmill_engine.worker.pinned import StepBufferPool, StepBuffers
+from tokenmill_engine.worker.pinned import BufferPool, StepBuffers
 from tokenmill_engine.worker.shapes import Ladder, SampleShape, StepShape, decode_shape, exact_shape
 from tokenmill_engine.worker.token_choice import TokenChooser
 
@@ -49,7 +49,7 @@ class CudaSteps:
         self.chooser = TokenChooser(model, inputs.tables)
         device = inputs.tables.device
         num_rows, num_sent = inputs.num_rows, len(inputs.sent)
-        self.buffers = StepBufferPool(_STEPS_IN_FLIGHT, lambda: StepBuffers(num_sent, num_rows))
+        self.buffers = BufferPool(_STEPS_IN_FLIGHT, lambda: StepBuffers(num_sent, num_rows))
         hidden_size = model.architecture.hidden_size
         self.hidden = torch.zeros((num_rows, hidden_size), dtype=model.dtype, device=device)
         self.token_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -158,7 +158,7 @@ class _CudaStep:
 
 
 class _TokensInFlight:
-    def __init__(self, buffers: StepBuffers, num_samples: int, pool: StepBufferPool) -> None:
+    def __init__(self, buffers: StepBuffers, num_samples: int, pool: BufferPool[StepBuffers]) -> None:
         self._buffers, self._num_samples, self._pool = buffers, num_samples, pool
 
     def wait(self) -> tuple[NDArray[np.int32], float]:

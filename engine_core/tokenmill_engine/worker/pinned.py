@@ -46,16 +46,16 @@ class StepBuffers:
         self.finished = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class StepBufferPool:
-    """As many buffers as steps were ever in flight at once."""
+class BufferPool(Generic[T]):
+    """Buffers of steps in flight: as many as were ever in use at once."""
 
-    def __init__(self, size: int, make: Callable[[], StepBuffers]) -> None:
+    def __init__(self, size: int, make: Callable[[], T]) -> None:
         self._make = make
         self._free = [make() for _ in range(size)]
 
-    def take(self) -> StepBuffers:
+    def take(self) -> T:
         return self._free.pop() if self._free else self._make()
 
-    def give_back(self, buffers: StepBuffers) -> None:
+    def give_back(self, buffers: T) -> None:
         """Once the step is done and its result was read."""
         self._free.append(buffers)
