@@ -142,7 +142,17 @@ def count_cores(cpus: Iterable[int], root: Path) -> int:
 def cpu_threads() -> int:
     """Threads that compute at full speed: the physical cores of the affinity mask (a second hyperthread adds nothing to
     kernels that keep the vector units or the memory busy), cut to the control group's quota. At least 1."""
-    available = float(count_cores(os.sched_getaffinity(0), _CPUS))
+    return _within_quota(count_cores(os.sched_getaffinity(0), _CPUS))
+
+
+def usable_cpus() -> int:
+    """Processes that can run at once: the logical CPUs of the affinity mask, cut to the control group's quota. At
+    least 1."""
+    return _within_quota(len(os.sched_getaffinity(0)))
+
+
+def _within_quota(count: int) -> int:
+    available = float(count)
     quota = _cgroup_value("cpu.max")
     if quota is not None:
         limit, _, period = quota.partition(" ")

@@ -116,7 +116,7 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
         "--num-client-processes",
         type=positive,
         metavar="N",
-        help="processes that share the load. Default: one for every four cores, at least 32 streams each, at most 8",
+        help="processes that share the load. Default: one for every four CPUs, at least 32 streams each, at most 8",
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from tokenmill_engine.config.device import cpu_threads
+from tokenmill_engine.config.device import usable_cpus
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
@@ -28,7 +28,7 @@ from tokenmill_server.bench.load import Job, send_all
 from tokenmill_server.bench.metrics import RequestRecord
 
 _MODULE = "tokenmill_server.bench.client_process"
-_CORES_PER_CLIENT = 4
+_CPUS_PER_CLIENT = 4
 _STREAMS_PER_CLIENT = 32
 _MAX_CLIENTS = 8
 _MESSAGE_BYTES = 8 * 2**20
@@ -47,9 +47,9 @@ class Run:
 
 
 def default_processes(num_streams: int) -> int:
-    """Load generator processes for so many concurrent requests on this machine: a quarter of its cores at most, the
+    """Load generator processes for so many concurrent requests on this machine: one for every four CPUs at most, the
     rest is for the server, and none with fewer than 32 streams of its own."""
-    return max(1, min(cpu_threads() // _CORES_PER_CLIENT, num_streams // _STREAMS_PER_CLIENT, _MAX_CLIENTS))
+    return max(1, min(usable_cpus() // _CPUS_PER_CLIENT, num_streams // _STREAMS_PER_CLIENT, _MAX_CLIENTS))
 
 
 def run_load(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tokenmill_engine.config.device import DeviceInfo, cpu_threads, detect_device, resolve_dtype
+from tokenmill_engine.config.device import DeviceInfo, cpu_threads, detect_device, resolve_dtype, usable_cpus
 from tokenmill_engine.config.engine import (
     CacheConfig,
     DeviceConfig,
@@ -21,6 +21,7 @@ from tokenmill_engine.config.hf_folder import read_generation_defaults
 from tokenmill_engine.config.model_files import ModelFiles, check_weights, resolve_model
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.config import ServerConfig
+from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 
@@ -69,7 +70,20 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
         observability=_observability_config(values, names[0]),
         data_parallel_size=values["data_parallel_size"],
     )
-    return Configuration(engine, _server_config(values, files, names))
+    return Configuration(engine, _server_config(values, files, names, _api_servers(values, device, offline=offline)))
+
+
+def _api_servers(values: FlagValues, device: DeviceInfo, *, offline: bool) -> int:
+    given: int | None = values["api_server_count"]
+    if given is not None or offline:
+        return given or 1
+    cpus, engines = usable_cpus(), values["data_parallel_size"]
+    count = default_api_servers(cpus, engines, computes_on_cpu=device.kind == "cpu")
+    if count > 1:
+        logger.info(
+            "API servers: %d, for %d CPUs and engine cores: %d; --api-server-count changes that", count, cpus, engines
+        )
+    return count
 
 
 def _section(values: FlagValues, section: str, **resolved: Any) -> dict[str, Any]:
@@ -205,13 +219,15 @@ def _observability_config(values: FlagValues, model_name: str) -> ObservabilityC
     return ObservabilityConfig(**fields)
 
 
-def _server_config(values: FlagValues, files: ModelFiles, names: tuple[str, ...]) -> ServerConfig:
+def _server_config(
+    values: FlagValues, files: ModelFiles, names: tuple[str, ...], api_server_count: int
+) -> ServerConfig:
     return ServerConfig(
         **_section(
             values,
             "server",
             served_model_names=names,
-            api_server_count=values["api_server_count"] or values["data_parallel_size"],
+            api_server_count=api_server_count,
             chat_template=_chat_template(values),
             default_sampling=_default_sampling(values, files),
             log_level=values["log_level"],

@@ -191,7 +191,8 @@ _PARALLEL = (
         Group.PARALLEL,
         integer(1, 256),
         None,
-        "HTTP processes that share the port. Default: as many as engine cores",
+        "HTTP processes that share the port. Default on a GPU: one for every four CPUs, at most four per engine core; "
+        "1 on the CPU",
         "server.api_server_count",
         metavar="N",
         short=("-asc",),

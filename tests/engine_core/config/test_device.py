@@ -18,6 +18,7 @@ from tokenmill_engine.config.device import (
     detect_device,
     host_memory_bytes,
     resolve_dtype,
+    usable_cpus,
 )
 from tokenmill_engine.config.hf_folder import parse_architecture
 from tokenmill_engine.errors import ConfigError, StartupError
@@ -57,6 +58,7 @@ def test_threads_follow_the_container_quota(
     monkeypatch.setattr("tokenmill_engine.config.device._CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert cpu_threads() == threads
+    assert usable_cpus() == threads
 
 
 def test_hyperthreads_of_a_core_count_once(tmp_path: Path) -> None:

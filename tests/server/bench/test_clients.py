@@ -109,11 +109,11 @@ def _clients() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    ("cores", "streams", "processes"),
+    ("cpus", "streams", "processes"),
     [(2, 256, 1), (16, 256, 4), (16, 32, 1), (16, 64, 2), (64, 1024, 8), (4, 1, 1)],
 )
-def test_default_processes(cores: int, streams: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "cpu_threads", lambda: cores)
+def test_default_processes(cpus: int, streams: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "usable_cpus", lambda: cpus)
     assert default_processes(streams) == processes
 
 

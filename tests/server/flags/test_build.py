@@ -64,7 +64,6 @@ CASES = [
     (["--stream-interval", "8"], "server.stream_interval", 8),
     (["--shutdown-timeout", "1.5"], "server.shutdown_timeout_s", 1.5),
     (["--api-server-count", "4"], "server.api_server_count", 4),
-    (["-dp", "2"], "server.api_server_count", 2),
     (["-dp", "2"], "engine.data_parallel_size", 2),
     (["--block-size", "32"], "cache.block_size", 32),
     (["--gpu-memory-utilization", "0.5"], "cache.gpu_memory_utilization", 0.5),
@@ -149,6 +148,35 @@ def test_chat_template_from_a_file(tmp_path: Path) -> None:
 def test_threads_are_shared_by_engine_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cpu_threads", lambda: 6)
     assert [configure("-dp", str(n)).engine.device.num_threads for n in (1, 2, 4, 8)] == [6, 3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cpus", "count"),
+    [
+        ([], 2, 1),
+        ([], 16, 4),
+        ([], 128, 4),
+        (["-dp", "2"], 128, 8),
+        (["-dp", "2"], 8, 2),
+        (["--api-server-count", "7"], 2, 7),
+        (["--api-server-count", "1"], 128, 1),
+    ],
+)
+def test_api_servers_follow_the_machine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arguments: list[str], cpus: int, count: int
+) -> None:
+    monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo("cuda", "GPU", 80 * GIB, 2, (9, 0)))
+    monkeypatch.setattr(build, "usable_cpus", lambda: cpus)
+    with caplog.at_level(logging.INFO):
+        assert configure(*arguments).server.api_server_count == count
+    is_told = count > 1 and "--api-server-count" not in arguments
+    assert (f"API servers: {count}, for {cpus} CPUs" in caplog.text) == is_told
+
+
+def test_engine_cores_on_the_cpu_share_one_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "usable_cpus", lambda: 64)
+    assert configure("-dp", "2").server.api_server_count == 1
+    assert configure("-dp", "2", "-asc", "2").server.api_server_count == 2
 
 
 @pytest.mark.parametrize(

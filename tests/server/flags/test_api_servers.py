@@ -1,0 +1,27 @@
+import pytest
+
+from tokenmill_server.flags.api_servers import default_api_servers
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_engines", "limit", "count"),
+    [
+        (1, 1, None, 1),
+        (2, 1, None, 1),
+        (7, 1, None, 1),
+        (8, 1, None, 2),
+        (16, 1, None, 4),
+        (64, 1, None, 4),
+        (64, 8, None, 16),
+        (16, 8, None, 4),
+        (64, 8, 1, 1),
+        (16, 1, 3, 3),
+        (2, 1, 3, 1),
+    ],
+)
+def test_gpu(num_cpus: int, num_engines: int, limit: int | None, count: int) -> None:
+    assert default_api_servers(num_cpus, num_engines, computes_on_cpu=False, limit=limit) == count
+
+
+def test_cpu() -> None:
+    assert {default_api_servers(cpus, engines, computes_on_cpu=True) for cpus in (2, 64) for engines in (1, 4)} == {1}
