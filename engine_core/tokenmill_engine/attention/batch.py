@@ -1,8 +1,26 @@
 """Device-side description of one step for the model: which tokens, where their keys and values go, who sees what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from tokenmill_kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What layers have in common that can share the plan of a step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """Tokens that a query sees; None for all before it."""
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.head_dim**-0.5)
 
 
 @dataclass(slots=True)
@@ -36,3 +54,5 @@ class ForwardBatch:
     max_query_len: int
     max_seq_len: int
     """Host-side upper bounds, for launch shapes only."""
+    plans: dict[AttentionShape, ops.AttentionPlan | None] = field(default_factory=dict)
+    """Made by the attention backend when the forward pass begins."""

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill_engine.attention.batch import ForwardBatch
+from tokenmill_engine.attention.backend import AttentionBackend, LayerInputs
+from tokenmill_engine.attention.batch import AttentionShape, ForwardBatch
 from tokenmill_kernels import ops
 
 
@@ -19,13 +20,11 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Shape of one layer's attention. `group` is the KV group whose block tables the layer uses."""
+    """One layer's attention. `group` is the KV group whose block tables the layer uses."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
+    shape: AttentionShape
     group: int
+    backend: AttentionBackend
 
     def __call__(
         self,
@@ -37,11 +36,11 @@ class PagedAttention:
     ) -> torch.Tensor:
         """[num_tokens, (num_heads + 2 num_kv_heads) * head_dim] -> [num_tokens, num_heads * head_dim].
 
-        Writes the keys and values of the batch to the cache, and rotates `qkv` in place.
+        Writes the keys and values of the batch to the cache, and rotates `qkv` in place. The step must be planned.
         """
-        num_tokens = qkv.shape[0]
-        heads = qkv.view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        first_key, first_value = self.num_heads, self.num_heads + self.num_kv_heads
+        shape, num_tokens = self.shape, qkv.shape[0]
+        heads = qkv.view(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        first_key, first_value = shape.num_heads, shape.num_heads + shape.num_kv_heads
         q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
         group = batch.groups[self.group]
         k_cache, v_cache = kv_cache
@@ -57,18 +56,8 @@ class PagedAttention:
             q_norm=norms.query if norms is not None else None,
             k_norm=norms.key if norms is not None else None,
             eps=norms.eps if norms is not None else 0.0,
+            # The launch before this one is the projection; what the step's inputs are was settled long before.
+            early=True,
         )
-        attended = ops.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_tables=group.block_tables,
-            num_decodes=batch.num_decodes,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            scale=self.head_dim**-0.5,
-            window=self.window,
-        )
-        return attended.reshape(num_tokens, self.num_heads * self.head_dim)
+        attended = self.backend.attend(LayerInputs(q, k_cache, v_cache, group, shape), batch)
+        return attended.reshape(num_tokens, shape.num_heads * shape.head_dim)

@@ -10,8 +10,10 @@ from typing import Self
 
 import torch
 
-from tokenmill_engine.attention.batch import ForwardBatch
+from tokenmill_engine.attention.backend import AttentionBackend
+from tokenmill_engine.attention.batch import AttentionShape, ForwardBatch
 from tokenmill_engine.attention.paged import PagedAttention
+from tokenmill_engine.attention.selection import built_in
 from tokenmill_engine.config.engine import DtypeName, ModelConfig
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.layers.decoder_layer import DecoderLayer
@@ -38,7 +40,9 @@ _SPARE_POSITIONS = 64
 class DenseDecoder:
     """Embedding, layers, norm, LM head. Constructed empty; `loader.load_model` fills and finalizes it."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None) -> None:
+        """`attention` computes the attention of all layers; by default what is built in for the device."""
+        self._attention = attention or built_in(device)
         architecture = config.architecture
         self.architecture = architecture
         self.dtype = TORCH_DTYPES[config.dtype]
@@ -67,7 +71,8 @@ class DenseDecoder:
         self._fused: FusedStack | None = None
 
     def _attend(self, spec: KVSpec, group: int) -> PagedAttention:
-        return PagedAttention(self.architecture.num_heads, spec.num_kv_heads, spec.head_dim, spec.window, group)
+        shape = AttentionShape(self.architecture.num_heads, spec.num_kv_heads, spec.head_dim, spec.window)
+        return PagedAttention(shape, group, self._attention)
 
     @property
     def is_fused(self) -> bool:
@@ -126,6 +131,7 @@ class DenseDecoder:
         """
         if self._fused is not None:
             return self._fused.forward(batch, kv_caches, output_rows, out)
+        self._plan_attention(batch, kv_caches)
         normed, residual = self.layers[0].input_norm.embed(batch.input_ids, self.embed_tokens)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
@@ -134,6 +140,16 @@ class DenseDecoder:
             hidden, residual = layer(normed, residual, self.cos_sin, batch, kv_cache, rows)
             normed, residual = next_norm(hidden, residual, out if is_last else None)
         return normed
+
+    def _plan_attention(self, batch: ForwardBatch, kv_caches: KVCaches) -> None:
+        """One plan for all layers of a shape."""
+        block_sizes = {
+            layer.attention.attend.shape: keys.shape[1] for layer, (keys, _) in zip(self.layers, kv_caches, strict=True)
+        }
+        batch.plans = {
+            shape: self._attention.plan(batch, shape, block_size, self.dtype)
+            for shape, block_size in block_sizes.items()
+        }
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of `forward`'s result [num_rows, hidden_size] -> float32 [num_rows, vocab_size]."""

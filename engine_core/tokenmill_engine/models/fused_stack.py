@@ -103,5 +103,5 @@ def _weights(layer: DecoderLayer) -> DecoderLayerWeights:
         down_bias=mlp.down_proj.bias,
         q_norm=attention.norms.query if attention.norms is not None else None,
         k_norm=attention.norms.key if attention.norms is not None else None,
-        window=attention.attend.window,
+        window=attention.attend.shape.window,
     )

@@ -142,11 +142,11 @@ def _launch_expand(
 ) -> None:
     """One launch for the tokens, for the blocks of a group, or for both."""
     filled = (None,) * 3 if tokens is None else (tokens.input_ids, tokens.positions, tokens.seq_lens)
-    table, out_table, slot_mapping = (None,) * 3 if blocks is None else (blocks.table, blocks.step_table, blocks.slots)
-    by_token = slot_mapping if tokens is None else tokens.input_ids
+    table, out_table, slots = (None,) * 3 if blocks is None else (blocks.table, blocks.step_table, blocks.slots)
+    num_tokens = next(len(by_token) for by_token in (filled[0], slots) if by_token is not None)
     _expand_kernel[rows.grid()](
-        *filled, out_table, slot_mapping, rows.slots, rows.query_start_loc, tables.token_ids, tables.num_computed,
-        table, rows.slots.shape[0], by_token.shape[0], tables.token_ids.stride(0),
+        *filled, out_table, slots, rows.slots, rows.query_start_loc, tables.token_ids, tables.num_computed, table,
+        rows.slots.shape[0], num_tokens, tables.token_ids.stride(0),
         0 if table is None else table.stride(0), 0 if out_table is None else out_table.stride(0),
         block_size=block_size, block=_BLOCK, num_warps=4, **launch_options(rows.slots.device),
     )  # fmt: skip
