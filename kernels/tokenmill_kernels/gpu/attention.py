@@ -10,13 +10,14 @@ import torch
 import triton
 
 from tokenmill_kernels.gpu import attention_planner
-from tokenmill_kernels.gpu.attention_decode import decode_kernel
+from tokenmill_kernels.gpu.attention_decode import decode_kernel, merge_kernel
 from tokenmill_kernels.gpu.attention_plan import AttentionPlan, DecodePlan, PrefillPlan
 from tokenmill_kernels.gpu.attention_prefill import prefill_kernel
 from tokenmill_kernels.gpu.attention_tiles import MIN_DOT_SIZE, TileConfig, decode_config, dim_block, prefill_config
 from tokenmill_kernels.gpu.launch import device_limits, launch_options
 
-_PARTIAL_ROWS_AT_ONCE = 32
+_RUNS_AT_ONCE = 16
+_MERGE_WARPS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,6 @@ def plan_attention(
             torch.empty((num_programs, attention_planner.RUN_FIELDS.value), dtype=torch.int32, device=device),
             torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=device),
             torch.empty((2 * num_programs, group, 2), dtype=torch.float32, device=device),
-            torch.empty(num_programs, dtype=torch.int32, device=device),
         )
     if num_decodes < num_requests:
         tiles = _prefill_tiles(head_dim, dtype, group, max_query_len, device)
@@ -175,26 +175,33 @@ def _decode(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: DecodePlan,
     num_kv_heads = batch.k_cache.shape[2]
     group = num_heads // num_kv_heads
     tiles = decode_config(head_dim, q.dtype, q.device)
-    rows_block = triton.next_power_of_2(group)
-    decode_kernel[(plan.runs.shape[0],)](
-        out, plan.partials, plan.stats, plan.arrivals, plan.runs, q, batch.k_cache, batch.v_cache,
+    num_programs = plan.runs.shape[0]
+    decode_kernel[(num_programs,)](
+        out, plan.partials, plan.stats, plan.runs, q, batch.k_cache, batch.v_cache,
         batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.seq_lens.shape[0], batch.scale,
         batch.v_scale, *batch.scales, batch.soft_cap, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         *batch.k_cache.stride()[:3], batch.block_tables.stride(0),
         num_kv_heads=num_kv_heads,
         group=group,
-        group_block=max(rows_block, MIN_DOT_SIZE),
-        rows_block=rows_block,
+        group_block=max(triton.next_power_of_2(group), MIN_DOT_SIZE),
         head_dim=head_dim,
         dim_block=dim_block(head_dim),
         block_n=plan.block_n,
         block_size=batch.k_cache.shape[1],
         window=batch.window,
-        runs_at_once=max(_PARTIAL_ROWS_AT_ONCE // rows_block, 1),
         precision=_precision(q.dtype),
         early=early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch_options(q.device),
+    )  # fmt: skip
+    merge_kernel[(num_programs, group)](
+        out, plan.partials, plan.stats, plan.runs, out.stride(0), out.stride(1),
+        group=group,
+        head_dim=head_dim,
+        dim_block=dim_block(head_dim),
+        runs_at_once=_RUNS_AT_ONCE,
+        num_warps=_MERGE_WARPS,
         **launch_options(q.device),
     )  # fmt: skip
 

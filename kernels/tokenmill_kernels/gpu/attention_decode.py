@@ -1,16 +1,11 @@
-"""Attention of requests with one new token: one launch, whose grid depends on the device alone.
+"""Attention of requests with one new token: two launches whose grids depend on the device alone.
 
-Every program attends to one run of the tile list that `attention_planner` built. A head whose tiles lie in one run is
-finished there. Otherwise each of its programs leaves a partial result, and whichever of them comes last merges them.
+Every program of the first one attends to one run of the tile list that `attention_planner` built. A head whose tiles
+lie in one run is finished there. Otherwise each of its programs leaves a partial result, and the second launch merges
+them.
 
-Why the merge sees all partials: the threads of a program store a partial, meet at a barrier, and then one of them adds
-1 to the head's count with acquire-release semantics at device scope. The barrier puts the stores of all threads before
-that addition, and the release makes them visible to whoever acquires a later value of the count. The program that
-reads n - 1 of n acquired the value that the others wrote, one after the other in one release sequence; its threads
-receive the value through a barrier again, so their loads come after every store. Each run holds the beginning of at
-most one head that goes on in the next run, so counting under the number of that run keeps heads apart. The last
-program sets the count back to 0, which the next launch on the stream finds, as launches do not overlap in what they
-write: each waits for the end of the one before it. No program ever waits for another one.
+(Merging in the first launch, by whichever program of a head comes last, was slower: the fence that its counter needs
+waits for all memory traffic of a program, at every head that is cut.)
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -62,70 +57,32 @@ def _attend_tiles(
     return values, peak, tl.sum(weights, axis=1)
 
 
-@triton.jit
-def _merged(
-    partials_ptr, stats_ptr, first_run, last_run,
-    group: tl.constexpr, rows_block: tl.constexpr, head_dim: tl.constexpr, dim_block: tl.constexpr,
-    runs_at_once: tl.constexpr,
-):  # fmt: skip
-    """Attention output [rows_block, D] of the query heads of a group, from the partials of runs first_run..last_run.
-
-    The head begins in the second part of the first run, and in the first part of all others.
-    """
-    rows = tl.arange(0, rows_block)[None, :]
-    dims = tl.arange(0, dim_block)[None, None, :]
-    peak = tl.full((rows_block,), MASKED_SCORE, dtype=tl.float32)
-    weight = tl.zeros((rows_block,), dtype=tl.float32)
-    values = tl.zeros((rows_block, dim_block), dtype=tl.float32)
-    for base in range(first_run, last_run + 1, runs_at_once):
-        runs = (base + tl.arange(0, runs_at_once))[:, None]
-        inside = (runs <= last_run) & (rows < group)
-        partial_rows = (runs * 2 + (runs == first_run).to(tl.int32)) * group + rows
-        # Past the first-level cache, which other multiprocessors do not write to. Rows past the group get a weight.
-        peaks = tl.load(stats_ptr + partial_rows * 2, mask=inside, other=MASKED_SCORE, cache_modifier=".cg")
-        sums = tl.load(stats_ptr + partial_rows * 2 + 1, mask=inside, other=1.0, cache_modifier=".cg")
-        partials = tl.load(
-            partials_ptr + partial_rows[:, :, None] * head_dim + dims,
-            mask=inside[:, :, None] & (dims < head_dim), other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
-        decay = tl.exp2(peak - new_peak)
-        factors = tl.exp2(peaks - new_peak[None, :])
-        weight = weight * decay + tl.sum(sums * factors, axis=0)
-        values = values * decay[:, None] + tl.sum(partials * factors[:, :, None], axis=0)
-        peak = new_peak
-    return values / weight[:, None]
-
-
 @triton.jit(do_not_specialize=["num_requests", "table_stride"])
 def decode_kernel(
-    out_ptr, partials_ptr, stats_ptr, arrivals_ptr, runs_ptr, q_ptr, k_ptr, v_ptr, query_start_loc_ptr, seq_lens_ptr,
+    out_ptr, partials_ptr, stats_ptr, runs_ptr, q_ptr, k_ptr, v_ptr, query_start_loc_ptr, seq_lens_ptr,
     block_tables_ptr, num_requests, scale, v_scale, k_scale_ptr, v_scale_ptr, scale_stride, cap,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride,
     cache_block_stride, cache_token_stride, cache_head_stride, table_stride,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, group_block: tl.constexpr, rows_block: tl.constexpr,
-    head_dim: tl.constexpr, dim_block: tl.constexpr, block_n: tl.constexpr, block_size: tl.constexpr,
-    window: tl.constexpr, runs_at_once: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
-    pdl: tl.constexpr,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, group_block: tl.constexpr, head_dim: tl.constexpr,
+    dim_block: tl.constexpr, block_n: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr,
+    precision: tl.constexpr, early: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Program p attends to run p. Its first part goes to partial 2 p if the head began in an earlier run, its last
     part to partial 2 p + 1 if the head goes on in a later one; whole heads go to `out`.
 
-    `early`: the plan and the lengths were written at least two launches ago. Then they are complete before the wait:
-    the launch before this one was told to let it start only by programs that had themselves waited for those.
+    `early`: the plan was made at least two launches ago. Then it is complete before the wait: the launch before this
+    one let it start only when all of its own programs had waited for what came earlier.
     """
     if not early:
         wait_for_inputs(pdl)
     run = tl.program_id(0)
     fields = runs_ptr + run * RUN_FIELDS
-    length = tl.load(fields)
-    count = tl.load(fields + 1)
-    multiple = tl.load(fields + 2)
-    request = tl.load(fields + 3)
-    request_start = tl.load(fields + 4)
-    index = run * length
-    end = index + count
-    tiles = decode_tiles(request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
+    count = tl.load(fields)
+    multiple = tl.load(fields + 1)
+    request = tl.load(fields + 2)
+    place = tl.load(fields + 3)
+    token = tl.load(fields + 4)
+    seq_len = tl.load(fields + 5)
     if early:
         wait_for_inputs(pdl)
     let_dependents_start(pdl)
@@ -133,47 +90,78 @@ def decode_kernel(
     rows = tl.arange(0, group_block)
     dims = tl.arange(0, dim_block)[None, :]
     keep = (rows < group)[:, None] & (dims < head_dim)
-    while index < end:
+    while count > 0:
+        tiles = tl.cdiv(seq_len, block_n) - first_tile(seq_len, block_n, window)
         padded = tl.cdiv(tiles, multiple) * multiple
-        while index >= request_start + padded * num_kv_heads:
-            request_start += padded * num_kv_heads
-            request += 1
-            tiles = decode_tiles(request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
-            padded = tl.cdiv(tiles, multiple) * multiple
-        head = (index - request_start) // padded
-        first = (index - request_start) % padded
-        last = tl.minimum(tiles, first + end - index)
-        token = tl.load(query_start_loc_ptr + request).to(tl.int64)
+        head = place // padded
+        first = place % padded
+        last = tl.minimum(tiles, first + count)
         heads = head * group + rows[:, None]
-        q = tl.load(q_ptr + token * q_token_stride + heads * q_head_stride + dims, mask=keep, other=0.0)
+        row = token.to(tl.int64)
+        q = tl.load(q_ptr + row * q_token_stride + heads * q_head_stride + dims, mask=keep, other=0.0)
         values, peak, weight = _attend_tiles(
             q, k_ptr + head * cache_head_stride, v_ptr + head * cache_head_stride,
-            block_tables_ptr + request.to(tl.int64) * table_stride, tl.load(seq_lens_ptr + request), first, last,
+            block_tables_ptr + request.to(tl.int64) * table_stride, seq_len, first, last,
             cache_scale(scale, k_scale_ptr, head, scale_stride), cap, cache_block_stride, cache_token_stride,
             group_block, head_dim, dim_block, block_n, block_size, window, precision,
         )  # fmt: skip
-        value_scale = cache_scale(v_scale, v_scale_ptr, head, scale_stride)
+        values *= cache_scale(v_scale, v_scale_ptr, head, scale_stride)
         if last - first == tiles:
-            out_ptrs = out_ptr + token * out_token_stride + heads * out_head_stride + dims
-            result = values * (value_scale / weight)[:, None]
-            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=keep)
+            out_ptrs = out_ptr + row * out_token_stride + heads * out_head_stride + dims
+            tl.store(out_ptrs, (values / weight[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
         else:
             partial_rows = (run * 2 + (first == 0).to(tl.int32)) * group + rows
             tl.store(partials_ptr + partial_rows[:, None] * head_dim + dims, values, mask=keep)
             tl.store(stats_ptr + partial_rows * 2, peak, mask=rows < group)
             tl.store(stats_ptr + partial_rows * 2 + 1, weight, mask=rows < group)
-            first_run = (index - first) // length
-            last_run = (index - first + tiles - 1) // length
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals_ptr + first_run, 1, sem="acq_rel")
-            if arrived == last_run - first_run:
-                merged = _merged(
-                    partials_ptr, stats_ptr, first_run, last_run, group, rows_block, head_dim, dim_block, runs_at_once
-                )  # fmt: skip
-                merged_rows = tl.arange(0, rows_block)
-                merged_heads = head * group + merged_rows[:, None]
-                out_ptrs = out_ptr + token * out_token_stride + merged_heads * out_head_stride + dims
-                mask = (merged_rows < group)[:, None] & (dims < head_dim)
-                tl.store(out_ptrs, (merged * value_scale).to(out_ptr.dtype.element_ty), mask=mask)
-                tl.store(arrivals_ptr + first_run, 0)
-        index += tl.minimum(padded - first, end - index)
+        taken = tl.minimum(padded - first, count)
+        count -= taken
+        place += taken
+        if (count > 0) & (place == padded * num_kv_heads):
+            place = 0
+            request += 1
+            while decode_tiles(request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window) == 0:
+                request += 1
+            token = tl.load(query_start_loc_ptr + request)
+            seq_len = tl.load(seq_lens_ptr + request)
+
+
+@triton.jit
+def merge_kernel(
+    out_ptr, partials_ptr, stats_ptr, runs_ptr, out_token_stride, out_head_stride,
+    group: tl.constexpr, head_dim: tl.constexpr, dim_block: tl.constexpr, runs_at_once: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """Program (p, g) finishes query head g of the key/value head that begins in run p and goes on in later ones.
+
+    The plan, at least two launches old, is complete before the wait (see `decode_kernel`).
+    """
+    first_run = tl.program_id(0)
+    fields = runs_ptr + first_run * RUN_FIELDS
+    last_run = tl.load(fields + 6)
+    token = tl.load(fields + 7).to(tl.int64)
+    head = tl.load(fields + 8) * group + tl.program_id(1)
+    wait_for_inputs(pdl)
+    let_dependents_start(pdl)
+    if last_run >= 0:
+        dims = tl.arange(0, dim_block)
+        peak = MASKED_SCORE
+        weight = 0.0
+        values = tl.zeros((dim_block,), dtype=tl.float32)
+        for base in tl.range(first_run, last_run + 1, runs_at_once, num_stages=1):
+            runs = base + tl.arange(0, runs_at_once)
+            inside = runs <= last_run
+            # The head begins in the second part of the first run, and in the first part of all others.
+            rows = (runs * 2 + (runs == first_run).to(tl.int32)) * group + tl.program_id(1)
+            peaks = tl.load(stats_ptr + rows * 2, mask=inside, other=MASKED_SCORE)
+            sums = tl.load(stats_ptr + rows * 2 + 1, mask=inside, other=0.0)
+            mask = inside[:, None] & (dims < head_dim)[None, :]
+            partials = tl.load(partials_ptr + rows[:, None] * head_dim + dims[None, :], mask=mask, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
+            decay = tl.exp2(peak - new_peak)
+            factors = tl.exp2(peaks - new_peak)
+            weight = weight * decay + tl.sum(sums * factors, axis=0)
+            values = values * decay + tl.sum(partials * factors[:, None], axis=0)
+            peak = new_peak
+        out_ptrs = out_ptr + token * out_token_stride + head * out_head_stride + dims
+        tl.store(out_ptrs, (values / weight).to(out_ptr.dtype.element_ty), mask=dims < head_dim)

@@ -7,18 +7,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Runs of key tiles for the programs of the decode launch, and where they leave what has to be merged."""
+    """Runs of key tiles for the programs of the decode launch, and room for what has to be merged after it."""
 
     block_n: int
     """Keys of a tile."""
     runs: torch.Tensor
-    """int32 [num_programs, 8], written on the device: see `attention_planner`."""
+    """int32 [num_programs, 16], written on the device: see `attention_planner`."""
     partials: torch.Tensor
     """float32 [2 * num_programs, group, head_dim]: unnormalised sums of values."""
     stats: torch.Tensor
     """float32 [2 * num_programs, group, 2]: maximum score and sum of weights of each partial."""
-    arrivals: torch.Tensor
-    """int32 [num_programs]: partials that are there of the head that begins in a run; 0 between launches."""
 
 
 @dataclass(frozen=True, slots=True)

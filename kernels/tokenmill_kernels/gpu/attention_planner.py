@@ -26,9 +26,10 @@ _REQUESTS_AT_ONCE = tl.constexpr(256)
 _RUNS_AT_ONCE = tl.constexpr(64)
 _TILES_AT_ONCE = tl.constexpr(16)
 
-RUN_FIELDS = tl.constexpr(8)
-"""int32 of a run: length of all runs, tiles in this one, multiple that heads are padded to, request of its first tile,
-index of that request's first tile; the rest is padding."""
+RUN_FIELDS = tl.constexpr(16)
+"""int32 of a run. Where it begins: number of tiles, multiple that heads are padded to, request of the first tile, place
+in that request's part of the list, row of q, tokens of the request. Then the head that begins in the run and goes on in
+later ones: last of these runs (-1 if there is none), row of q, number of the head. The rest is padding."""
 
 
 @triton.jit
@@ -70,8 +71,29 @@ def _run_length(
 
 
 @triton.jit
+def _locate(
+    index, query_start_loc_ptr, seq_lens_ptr, num_requests, multiple,
+    num_kv_heads: tl.constexpr, block_n: tl.constexpr, window: tl.constexpr,
+):  # fmt: skip
+    """(request that owns place `index` [N] of the list, place where its part begins, length of the list)"""
+    request = tl.zeros_like(index)
+    request_start = tl.zeros_like(index)
+    seen = 0
+    for base in range(0, num_requests, _REQUESTS_AT_ONCE):
+        requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
+        tiles = decode_tiles(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
+        tiles = tl.cdiv(tiles, multiple) * multiple * num_kv_heads
+        ends = (seen + tl.cumsum(tiles, axis=0))[None, :]
+        before = ends <= index[:, None]
+        request += tl.sum(before.to(tl.int32), axis=1)
+        request_start = tl.maximum(request_start, tl.max(tl.where(before, ends, 0), axis=1))
+        seen += tl.sum(tiles, axis=0)
+    return request, request_start, seen
+
+
+@triton.jit
 def _plan_decodes(
-    runs_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, first_run,
+    runs_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, first_run,
     num_kv_heads: tl.constexpr, num_sms: tl.constexpr, programs_per_sm: tl.constexpr, block_n: tl.constexpr,
     window: tl.constexpr,
 ):  # fmt: skip
@@ -80,27 +102,33 @@ def _plan_decodes(
         query_start_loc_ptr, seq_lens_ptr, num_requests, num_kv_heads, num_sms, programs_per_sm, block_n, window
     )
     runs = first_run + tl.arange(0, _RUNS_AT_ONCE)
-    starts = runs * length
-    request = tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32)
-    request_start = tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32)
-    seen = 0
-    for base in range(0, num_requests, _REQUESTS_AT_ONCE):
-        requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
-        tiles = decode_tiles(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
-        tiles = tl.cdiv(tiles, multiple) * multiple * num_kv_heads
-        ends = (seen + tl.cumsum(tiles, axis=0))[None, :]
-        before = ends <= starts[:, None]
-        request += tl.sum(before.to(tl.int32), axis=1)
-        request_start = tl.maximum(request_start, tl.max(tl.where(before, ends, 0), axis=1))
-        seen += tl.sum(tiles, axis=0)
     inside = runs < num_sms * programs_per_sm
     fields = runs_ptr + runs * RUN_FIELDS
-    tl.store(fields, tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32) + length, mask=inside)
-    tl.store(fields + 1, tl.minimum(tl.maximum(seen - starts, 0), length), mask=inside)
-    tl.store(fields + 2, tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32) + multiple, mask=inside)
-    tl.store(fields + 3, request, mask=inside)
-    tl.store(fields + 4, request_start, mask=inside)
-    tl.store(arrivals_ptr + runs, tl.zeros((_RUNS_AT_ONCE,), dtype=tl.int32), mask=inside)
+    start = runs * length
+    request, request_start, total = _locate(
+        start, query_start_loc_ptr, seq_lens_ptr, num_requests, multiple, num_kv_heads, block_n, window
+    )
+    known = inside & (request < num_requests)
+    tl.store(fields, tl.minimum(tl.maximum(total - start, 0), length), mask=inside)
+    tl.store(fields + 1, tl.zeros_like(runs) + multiple, mask=inside)
+    tl.store(fields + 2, request, mask=inside)
+    tl.store(fields + 3, start - request_start, mask=inside)
+    tl.store(fields + 4, tl.load(query_start_loc_ptr + request, mask=known, other=0), mask=inside)
+    tl.store(fields + 5, tl.load(seq_lens_ptr + request, mask=known, other=0), mask=inside)
+
+    end = start + length
+    request, request_start, _ = _locate(
+        end, query_start_loc_ptr, seq_lens_ptr, num_requests, multiple, num_kv_heads, block_n, window
+    )
+    tiles = decode_tiles(request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
+    padded = tl.maximum(tl.cdiv(tiles, multiple) * multiple, 1)
+    head = (end - request_start) // padded
+    head_start = request_start + head * padded
+    goes_on = (end < total) & (head_start < end) & (head_start >= start)
+    tl.store(fields + 6, tl.where(goes_on, (head_start + tiles - 1) // length, -1), mask=inside)
+    known = inside & goes_on
+    tl.store(fields + 7, tl.load(query_start_loc_ptr + request, mask=known, other=0), mask=inside)
+    tl.store(fields + 8, head, mask=inside)
 
 
 @triton.jit
@@ -161,7 +189,7 @@ def _plan_prefills(
 
 @triton.jit(do_not_specialize=["num_requests", "min_query_len", "decode_programs"])
 def plan_kernel(
-    runs_ptr, arrivals_ptr, tiles_ptr, num_tiles_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len,
+    runs_ptr, tiles_ptr, num_tiles_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len,
     decode_programs,
     num_kv_heads: tl.constexpr, num_sms: tl.constexpr, programs_per_sm: tl.constexpr, block_n: tl.constexpr,
     queries: tl.constexpr, window: tl.constexpr, pdl: tl.constexpr,
@@ -173,7 +201,7 @@ def plan_kernel(
     if program < decode_programs:
         if runs_ptr is not None:
             _plan_decodes(
-                runs_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, program * _RUNS_AT_ONCE,
+                runs_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, program * _RUNS_AT_ONCE,
                 num_kv_heads, num_sms, programs_per_sm, block_n, window,
             )  # fmt: skip
     elif tiles_ptr is not None:
@@ -198,7 +226,6 @@ def launch(
     decode_programs = triton.cdiv(num_runs, _RUNS_AT_ONCE.value)
     plan_kernel[(decode_programs + triton.cdiv(max_tiles, _TILES_AT_ONCE.value),)](
         decode.runs if decode is not None else None,
-        decode.arrivals if decode is not None else None,
         prefill.tiles if prefill is not None else None,
         prefill.num_tiles if prefill is not None else None,
         query_start_loc, seq_lens, seq_lens.shape[0], 2 if decode is not None else 1, decode_programs,
