@@ -1,0 +1,97 @@
+"""Which attention backend serves which model where."""
+
+from pathlib import Path
+
+import pytest
+
+from tokenmill_engine.config.attention import (
+    ATTENTION_BACKENDS,
+    VLLM_NAMES,
+    parse_attention_backend,
+    resolve_attention_backend,
+)
+from tokenmill_engine.config.device import DeviceInfo
+from tokenmill_engine.config.engine import DtypeName
+from tokenmill_engine.errors import ConfigError
+
+CPU = DeviceInfo("cpu", "cpu", 1 << 34, 1)
+H100 = DeviceInfo("cuda", "H100", 80 << 30, 1, (9, 0))
+T4 = DeviceInfo("cuda", "T4", 16 << 30, 1, (7, 5))
+
+
+@pytest.fixture
+def flash_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name, which would not survive being imported."""
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    for file in (package.parent / "__init__.py", package / "__init__.py", package / "interface.py"):
+        file.write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("auto", "auto"),
+        ("Triton", "triton"),
+        ("TRITON_ATTN", "triton"),
+        ("triton_attn_vllm_v1", "triton"),
+        ("FLASH_ATTN", "flash-attn-4"),
+        (" flash_attn_4 ", "flash-attn-4"),
+        ("TORCH_SDPA", "native"),
+        ("CPU_ATTN", "native"),
+        ("XFORMERS", "xformers"),
+    ],
+)
+def test_names(text: str, name: str) -> None:
+    assert parse_attention_backend(text) == name
+
+
+@pytest.mark.parametrize("value", ["FLASHINFER", "FLEX_ATTENTION", "CUTLASS_MLA", "", 3, None])
+def test_unknown_names(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^one of auto, triton, native, flash-attn-4$"):
+        parse_attention_backend(value)
+
+
+def test_names_of_vllm_lead_somewhere() -> None:
+    assert set(VLLM_NAMES.values()) <= {"auto", *ATTENTION_BACKENDS}
+
+
+@pytest.mark.parametrize(("device", "name"), [(CPU, "native"), (H100, "triton"), (T4, "triton")])
+@pytest.mark.parametrize("requested", ["auto", "xformers"])
+def test_the_default_follows_from_the_device(requested: str, device: DeviceInfo, name: str) -> None:
+    assert resolve_attention_backend(requested, device, 128, "bfloat16") == name
+
+
+@pytest.mark.usefixtures("flash_attention")
+def test_what_is_asked_for_is_taken_if_it_can_serve() -> None:
+    assert resolve_attention_backend("triton", H100, 128, "float32") == "triton"
+    assert resolve_attention_backend("native", CPU, 128, "bfloat16") == "native"
+    assert resolve_attention_backend("flash-attn-4", H100, 128, "bfloat16") == "flash-attn-4"
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize(
+    ("requested", "device", "head_dim", "dtype", "reason"),
+    [
+        ("triton", CPU, 128, "bfloat16", "needs an NVIDIA GPU; use auto or native"),
+        ("native", H100, 128, "bfloat16", "it runs on a CPU only; use auto or triton or flash-attn-4"),
+        ("flash-attn-4", H100, 128, "float32", "not in float32; use auto or triton"),
+        ("flash-attn-4", H100, 100, "float16", "up to 256, these have 100; use auto or triton"),
+        ("flash-attn-4", H100, 264, "float16", "up to 256, these have 264; use auto or triton"),
+        ("flash-attn-4", T4, 128, "float16", "compute capability 7.5; use auto or triton"),
+        ("flash-attn-4", CPU, 128, "float16", "needs an NVIDIA GPU; use auto or native"),
+    ],
+)
+def test_refused_with_the_reason_and_what_can_serve(
+    requested: str, device: DeviceInfo, head_dim: int, dtype: DtypeName, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve_attention_backend(requested, device, head_dim, dtype)
+    assert raised.value.message.startswith(f"the attention backend {requested} cannot serve this: ")
+    assert reason in raised.value.message
+
+
+def test_every_reason_is_given() -> None:
+    with pytest.raises(ConfigError, match=r"NVIDIA GPU; .*float32; .*not installed; use auto or native"):
+        resolve_attention_backend("flash-attn-4", CPU, 64, "float32")
