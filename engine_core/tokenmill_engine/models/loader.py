@@ -48,8 +48,8 @@ def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = Tr
 
 
 class WeightLoading:
-    """Weights on their way into a new model, in threads of their own. On a GPU they are zeros until they arrive: the
-    model can be run meanwhile, for all but its answers."""
+    """Weights on their way into a new model, in threads of their own. On a GPU they are random numbers until they
+    arrive: meanwhile the model can be run and timed, for all but its answers."""
 
     def __init__(self, model: DenseDecoder, config: ModelConfig) -> None:
         self._model = model
@@ -58,8 +58,8 @@ class WeightLoading:
         self._cancelled = threading.Event()
         self._done: Future[float] = Future()
         if model.device.type == "cuda" and config.load_format != "dummy":
-            for target in model.targets().values():
-                target.zero_()
+            for name, target in model.targets().items():
+                _fill_tensor(name, target, config.seed)
             torch.cuda.synchronize(model.device)
         self._thread = threading.Thread(target=self._run, name="load", daemon=True)
         self._thread.start()

@@ -15,6 +15,8 @@ class Backend(Protocol):
     """Called in the order of the methods. Constructing one claims the device; raises StartupError if it cannot."""
 
     device: torch.device
+    loads_beside: bool
+    """Whether weights may still arrive while `kv_bytes` measures."""
 
     @property
     def attention_backend(self) -> str:
@@ -24,7 +26,7 @@ class Backend(Protocol):
         """Slots on the device."""
 
     def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
-        """The loaded model and the slots, both on the device."""
+        """The model and the slots, both on the device."""
 
     def kv_bytes(self, block_bytes: int) -> int:
         """Memory for the KV cache. Raises StartupError if there is none, or less than is asked for."""

@@ -26,6 +26,8 @@ _WARM_UP_PROMPT = 32
 class CpuBackend:
     """Runs steps where they are called."""
 
+    loads_beside = False
+
     def __init__(self, config: EngineConfig) -> None:
         self.device = torch.device("cpu")
         self._config = config

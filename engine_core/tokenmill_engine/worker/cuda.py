@@ -8,13 +8,14 @@ from functools import partial
 import torch
 
 from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.cuda_graphs import GraphStore
+from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_steps import CudaSteps
 from tokenmill_engine.worker.cuda_writes import ScatterWriter
@@ -23,6 +24,7 @@ from tokenmill_engine.worker.model_runner import ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, MOST_MEMORY, prefill_sizes, prompt_lengths, rehearsal_plan
 from tokenmill_engine.worker.shapes import Ladder, exact_shape
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead, keep_compiled_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,10 @@ logger = logging.getLogger(__name__)
 class CudaBackend:
     """Steps are enqueued on the current stream of the calling thread."""
 
+    loads_beside = True
+
     def __init__(self, config: EngineConfig, device_index: int) -> None:
+        keep_compiled_kernels()
         self.device = torch.device("cuda", device_index)
         torch.cuda.set_device(self.device)
         torch.set_num_threads(1)
@@ -108,7 +113,19 @@ class CudaBackend:
         few = steps.excerpt()
         calls = [call for _, call in few.graph_calls()]
         calls += [partial(few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._prefill_plans()]
+        self._compile(calls)
         self._graphs.rehearse(calls)
+
+    @torch.inference_mode()
+    def _compile(self, calls: Sequence[Call]) -> None:
+        started = time.monotonic()
+        try:
+            num_kernels = compile_ahead(calls, self.device)
+        except CompileError as error:
+            raise StartupError(
+                f"a kernel cannot be prepared for {torch.cuda.get_device_name(self.device)}: {error}"
+            ) from error
+        logger.info("prepared %d kernels: %.2f s", num_kernels, time.monotonic() - started)
 
     def _time_prefills(self, runner: ModelRunner) -> tuple[tuple[int, float], ...]:
         """As `KVCapacity.prefill_costs`. Largest first, so that the device never waits for the launches."""

@@ -11,7 +11,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
-from tokenmill_engine.models.loader import load_model
+from tokenmill_engine.models.loader import WeightLoading, build_model
 from tokenmill_engine.outputs import KVCapacity, StepPlan
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Backend
@@ -45,19 +45,26 @@ class Worker:
         config = self._config
         with self._phase("device"):
             backend = self._claim_device()
-        with self._phase("load"):
-            model = load_model(config.model, backend.device, allow_fused=not config.device.enforce_eager)
+        with self._phase("model"):
+            model = build_model(config.model, backend.device)
             groups = group_layers(model.kv_specs)
             tables = backend.make_tables(self._slot_shape(len(groups)))
-        with self._phase("profile"):
-            backend.attach(model, tables, groups)
-            # All groups take their blocks from one pool.
-            block_bytes = max(group.block_bytes(config.cache.block_size) for group in groups)
-            num_blocks = memory.blocks_in(backend.kv_bytes(block_bytes), block_bytes)
-            max_model_len = memory.fit_model_len(config.model, num_blocks, config.cache.block_size, groups)
-        with self._phase("allocate"):
-            dtype = TORCH_DTYPES[config.model.dtype]
-            kv_caches = memory.allocate_kv_caches(groups, num_blocks, config.cache.block_size, dtype, backend.device)
+        with WeightLoading(model, config.model) as loading:
+            if not backend.loads_beside:
+                self._finish_loading(loading)
+            with self._phase("profile"):
+                backend.attach(model, tables, groups)
+                # All groups take their blocks from one pool.
+                block_bytes = max(group.block_bytes(config.cache.block_size) for group in groups)
+                num_blocks = memory.blocks_in(backend.kv_bytes(block_bytes), block_bytes)
+                max_model_len = memory.fit_model_len(config.model, num_blocks, config.cache.block_size, groups)
+            with self._phase("allocate"):
+                dtype = TORCH_DTYPES[config.model.dtype]
+                kv_caches = memory.allocate_kv_caches(
+                    groups, num_blocks, config.cache.block_size, dtype, backend.device
+                )
+            if backend.loads_beside:
+                self._finish_loading(loading)
         with self._phase("warmup"):
             self._runner = backend.start(kv_caches)
         capacity = KVCapacity(
@@ -90,6 +97,10 @@ class Worker:
         from tokenmill_engine.worker.cuda import CudaBackend
 
         return CudaBackend(self._config, self._device_index)
+
+    def _finish_loading(self, loading: WeightLoading) -> None:
+        with self._phase("load"):
+            loading.finish(allow_fused=not self._config.device.enforce_eager)
 
     def _slot_shape(self, num_groups: int) -> SlotShape:
         config = self._config
