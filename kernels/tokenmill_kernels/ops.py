@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -28,6 +29,7 @@ __all__ = [
     "allocate_kv_cache",
     "embed_rms_norm",
     "embedding",
+    "gated_linear",
     "gather_rows",
     "linear",
     "linear_argmax",
@@ -47,14 +49,15 @@ class _GpuModules:
     activation: ModuleType
     rotary: ModuleType
     attention: ModuleType
+    linear: ModuleType
 
 
 @cache
 def _gpu() -> _GpuModules:
     """The Triton kernels, imported when the first CUDA tensor appears: machines without a GPU never pay for them."""
-    from tokenmill_kernels.gpu import activation, attention, gather, norm, rotary
+    from tokenmill_kernels.gpu import activation, attention, gather, linear, norm, rotary
 
-    return _GpuModules(norm, gather, activation, rotary, attention)
+    return _GpuModules(norm, gather, activation, rotary, attention, linear)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -217,6 +220,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
@@ -227,41 +232,30 @@ def paged_attention(
     (int32 [R, max_blocks]). A query at position p sees keys j with p - window < j <= p. With `soft_cap` c a scaled
     score s becomes c * tanh(s / c). The first `num_decodes` requests have one token each; `max_query_len` and
     `max_seq_len` are upper bounds. Requests of length 0 are padding; rows that no request owns are undefined.
-    `plan` is what `plan_attention` made of the same arguments; without one, CUDA makes it on the spot.
+    The cache may hold float8_e4m3fn: then keys and values are what it holds times `k_scale` and `v_scale`, each one
+    number, or a float32 tensor on the device [1] or [KH]. `plan` is what `plan_attention` made of the same arguments,
+    at least two launches ago on this stream; without one, CUDA makes it on the spot.
     """
+    batch: dict[str, Any] = {
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "block_tables": block_tables,
+        "num_decodes": num_decodes,
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "out": out,
+    }
     if q.is_cuda:
         attended: torch.Tensor = _gpu().attention.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_tables=block_tables,
-            num_decodes=num_decodes,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            out=out,
-            plan=plan,
+            q, k_cache, v_cache, **batch, k_scale=k_scale, v_scale=v_scale, plan=plan
         )
         return attended
-    return cpu.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        block_tables=block_tables,
-        num_decodes=num_decodes,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        out=out,
-    )
+    if k_scale is not None or v_scale is not None or k_cache.dtype != q.dtype:
+        return reference.paged_attention(q, k_cache, v_cache, **batch, k_scale=k_scale, v_scale=v_scale)
+    return cpu.paged_attention(q, k_cache, v_cache, **batch)
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
@@ -278,29 +272,45 @@ def linear(
 ) -> torch.Tensor:
     """x [T, K] @ weight [N, K].T + bias [N] -> [T, N], in x's dtype or in float32 when `out_dtype` says so.
 
-    A float32 product is never rounded to x's dtype on its way.
+    A float32 product is never rounded to x's dtype on its way. On CUDA nothing may run beside it on another stream
+    that calls any of the linear functions.
     """
     if x.is_cuda:
-        if isinstance(weight, PackedWeight):
-            raise TypeError("a packed weight is for the CPU; CUDA takes the plain matrix")
-        if out_dtype is None or out_dtype == x.dtype:
-            return F.linear(x, weight, bias)
-        product = torch.mm(x, weight.t(), out_dtype=out_dtype)
-        return product if bias is None else product.add_(bias)
+        product: torch.Tensor = _gpu().linear.linear(x, _plain(weight), bias, out_dtype)
+        return product
     return cpu.linear(x, weight, bias, out_dtype=out_dtype)
 
 
-def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """Index of the largest entry of each row of x [T, K] @ weight [V, K].T -> int64 [T].
+def gated_linear(
+    x: torch.Tensor, gate_up_weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """silu(gate) * up of gate | up = x [T, K] @ gate_up_weight [2I, K].T + bias [2I] -> [T, I].
 
-    Of equal entries the lowest index wins. A row with a NaN gives -1. With a packed weight the product is compared in
-    float32 and never stored; otherwise in x's dtype.
+    With few tokens on CUDA the halves are not rounded to x's dtype before they are multiplied.
     """
     if x.is_cuda:
-        logits = linear(x, weight, out_dtype=torch.float32)
-        best = logits.argmax(dim=-1)
-        return torch.where(logits.isnan().any(dim=-1), -1, best)
-    return cpu.linear_argmax(x, weight)
+        product: torch.Tensor = _gpu().linear.gated_linear(x, _plain(gate_up_weight), bias)
+        return product
+    return silu_mul(linear(x, gate_up_weight, bias))
+
+
+def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """Index of the largest entry of each row of x [T, K] @ weight [V, K].T -> int32 [T].
+
+    Of equal entries the lowest index wins. A row with a NaN gives -1; on CUDA one whose largest entry is infinite too.
+    On CUDA and with a packed weight the product is compared in float32, otherwise in x's dtype; it is not stored where
+    few tokens or a packed weight allow it.
+    """
+    if x.is_cuda:
+        indices: torch.Tensor = _gpu().linear.linear_argmax(x, _plain(weight))
+        return indices
+    return cpu.linear_argmax(x, weight).to(torch.int32)
+
+
+def _plain(weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    if isinstance(weight, PackedWeight):
+        raise TypeError("a packed weight is for the CPU; CUDA takes the plain matrix")
+    return weight
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor | PackedWeight:

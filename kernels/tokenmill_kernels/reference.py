@@ -102,6 +102,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each request's new tokens over its cached keys; one request at a time. Padded rows give 0.
@@ -114,17 +116,25 @@ def paged_attention(
         first, last = starts[request], starts[request + 1]
         if first == last or seq_len == 0:
             continue
-        keys = _gather_blocks(k_cache, block_tables[request], seq_len)
-        values = _gather_blocks(v_cache, block_tables[request], seq_len)
+        keys = _gather_blocks(k_cache, block_tables[request], seq_len, k_scale)
+        values = _gather_blocks(v_cache, block_tables[request], seq_len, v_scale)
         result[first:last] = _attend(q[first:last], keys, values, scale, window, soft_cap).to(q.dtype)
     return result
 
 
-def _gather_blocks(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """The first `seq_len` cached rows of one request, float32 [seq_len, KH, D]."""
+def _gather_blocks(
+    cache: torch.Tensor, block_table: torch.Tensor, seq_len: int, scale: float | torch.Tensor | None
+) -> torch.Tensor:
+    """The first `seq_len` cached rows of one request times their scale (of all heads, or [KH]), float32
+    [seq_len, KH, D]."""
     block_size = cache.shape[1]
     num_blocks = -(-seq_len // block_size)
-    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len].float()
+    # Bytes are gathered: not every device indexes 8-bit floats.
+    raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    rows = raw[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len].view(cache.dtype).float()
+    if scale is None:
+        return rows
+    return rows * (scale.view(-1, 1) if isinstance(scale, torch.Tensor) else scale)
 
 
 def _attend(
@@ -158,6 +168,11 @@ def linear(
     """x @ weight.T + bias, accumulated in float32."""
     wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return wide.to(out_dtype or x.dtype)
+
+
+def gated_linear(x: torch.Tensor, gate_up_weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up of gate | up = x @ gate_up_weight.T + bias, rounded once."""
+    return silu_mul(linear(x, gate_up_weight, bias, out_dtype=torch.float32)).to(x.dtype)
 
 
 def linear_argmax(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,7 @@ def test_float32_products_are_not_rounded_on_the_way() -> None:
     product = ops.linear(x, weight, out_dtype=torch.float32)
     assert product.dtype == torch.float32
     torch.testing.assert_close(product.double(), expected, rtol=0, atol=1e-2)
-    assert torch.equal(ops.linear_argmax(x, weight), expected.argmax(dim=-1))
+    assert torch.equal(ops.linear_argmax(x, weight).long(), expected.argmax(dim=-1))
 
 
 # Paged attention

@@ -45,5 +45,5 @@ class LMHead:
         return ops.linear(hidden, self._rows.weight, out_dtype=torch.float32)
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Most likely entry of each row, int64 [num_rows]; -1 where the scores are not numbers."""
+        """Most likely entry of each row, int32 [num_rows]; -1 where the scores are not numbers."""
         return ops.linear_argmax(hidden, self._rows.weight)

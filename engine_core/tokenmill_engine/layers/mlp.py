@@ -25,4 +25,5 @@ class GatedMLP:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        return self.down_proj(ops.silu_mul(self.gate_up_proj(hidden)))
+        gate_up = self.gate_up_proj
+        return self.down_proj(ops.gated_linear(hidden, gate_up.weight, gate_up.bias))

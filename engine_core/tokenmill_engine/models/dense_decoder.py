@@ -156,6 +156,6 @@ class DenseDecoder:
         return self.lm_head(hidden)
 
     def argmax_token(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The most likely token of each row, int64 [num_rows], without storing logits where the device can do so;
+        """The most likely token of each row, int32 [num_rows], without storing logits where the device can do so;
         -1 for rows whose logits are not numbers."""
         return self.lm_head.argmax(hidden)

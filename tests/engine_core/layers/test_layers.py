@@ -83,6 +83,6 @@ def test_the_head_scores_every_entry_in_float32(tied: bool) -> None:
     assert logits.dtype == torch.float32
     expected = F.linear(hidden.float(), weights["embed.weight" if tied else "head.weight"].float())
     torch.testing.assert_close(logits, expected, atol=0.1, rtol=0.01)
-    assert logits.gather(1, head.argmax(hidden)[:, None]).squeeze(1).tolist() == pytest.approx(
+    assert logits.gather(1, head.argmax(hidden).long()[:, None]).squeeze(1).tolist() == pytest.approx(
         logits.max(dim=-1).values.tolist(), abs=0.1
     )

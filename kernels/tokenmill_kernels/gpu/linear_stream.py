@@ -1,0 +1,117 @@
+"""Launches the weight-streaming kernel of `linear_kernels`."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from tokenmill_kernels.gpu.argmax import reduce_pieces
+from tokenmill_kernels.gpu.launch import device_limits, launch_options
+from tokenmill_kernels.gpu.linear_choice import TOKEN_BLOCKS, StreamConfig, token_block
+from tokenmill_kernels.gpu.linear_kernels import stream_kernel
+
+_ALIGNMENT_BYTES = 16
+_MAX_ROWS = 1 << 20
+_MAX_TILES = 1 << 17
+_MAX_PARTIALS = 1 << 23
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    partials: torch.Tensor
+    """float32 [_MAX_PARTIALS]"""
+    arrivals: torch.Tensor
+    """int32 [_MAX_TILES], all 0 between launches"""
+
+
+@cache
+def workspace(device: torch.device) -> Workspace:
+    """Scratch memory of a device, shared by all launches: they must not run side by side on several streams."""
+    partials = torch.empty(_MAX_PARTIALS, dtype=torch.float32, device=device)
+    return Workspace(partials, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device))
+
+
+def can_stream(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel takes x [T, K] and weight [N, K]: few tokens, contiguous rows that begin at 16 bytes."""
+    aligned = weight.data_ptr() % _ALIGNMENT_BYTES == 0 and weight.shape[1] * weight.itemsize % _ALIGNMENT_BYTES == 0
+    fits = 0 < x.shape[0] <= TOKEN_BLOCKS[-1] and weight.shape[0] <= _MAX_ROWS
+    return fits and aligned and x.stride(1) == 1 and weight.is_contiguous()
+
+
+def stream_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: StreamConfig,
+    *,
+    out_dtype: torch.dtype | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N]; gated, silu of the first half times the second -> [T, N / 2].
+
+    `can_stream` must hold. Accumulates in float32 and rounds once.
+    """
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty((x.shape[0], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
+    _launch(out, None, x, weight, bias, config, gated)
+    return out
+
+
+def stream_argmax(x: torch.Tensor, weight: torch.Tensor, config: StreamConfig) -> torch.Tensor:
+    """Index of the largest entry of each row of x [T, K] @ weight [N, K].T, which is not stored -> int32 [T].
+
+    The lowest index of equals; -1 for a row whose largest entry is no finite number or that has a NaN.
+    """
+    num_tokens = x.shape[0]
+    shape = (token_block(num_tokens), _num_programs(weight.shape[0], weight.shape[1], config, x.device))
+    values = torch.empty(shape, dtype=torch.float32, device=x.device)
+    indices = torch.empty(shape, dtype=torch.int32, device=x.device)
+    _launch(values, indices, x, weight, None, config, gated=False)
+    return reduce_pieces(values[:num_tokens], indices[:num_tokens])
+
+
+def _num_programs(num_rows: int, k_size: int, config: StreamConfig, device: torch.device) -> int:
+    """As many as the card takes at once, and no more than there are units: an idle one would hold up the others."""
+    units: int = triton.cdiv(num_rows, config.block_n) * triton.cdiv(k_size, config.block_k)
+    return min(device_limits(device).num_sms * config.programs_per_sm, units)
+
+
+def _launch(
+    out: torch.Tensor,
+    best_index: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: StreamConfig,
+    gated: bool,
+) -> None:
+    """`out` is the product, or with `best_index` the scratch of the argmax, as `stream_kernel` says."""
+    scratch = workspace(x.device)
+    num_rows, k_size = weight.shape
+    stream_kernel[(_num_programs(num_rows, k_size, config, x.device),)](
+        out,
+        best_index,
+        x,
+        weight,
+        bias,
+        scratch.partials,
+        scratch.arrivals,
+        x.shape[0],
+        num_rows // 2 if gated else num_rows,
+        k_size,
+        x.stride(0),
+        out.stride(0),
+        config.ahead if k_size >= config.block_k else 0,
+        config.early,
+        gated=gated,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        block_t=token_block(x.shape[0]),
+        even_k=k_size % config.block_k == 0,
+        parts=max(config.num_warps * 32 // config.block_n, 1),
+        num_stages=config.num_stages,
+        num_warps=config.num_warps,
+        **launch_options(x.device),
+    )
