@@ -40,6 +40,8 @@ class PagedShape:
     head_dim: int
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    """That of q unless given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,9 @@ def paged_batch(
     num_blocks = [-(-total // shape.block_size) for total in seq_lens]
     scattered = (torch.randperm(sum(num_blocks) + 2)[: sum(num_blocks)]).int().split(num_blocks)
     block_tables = torch.zeros(len(requests) + padding, max(num_blocks) + 1, dtype=torch.int32)
+    cache_dtype = shape.cache_dtype or shape.dtype
     k_cache, v_cache = ops.allocate_kv_cache(
-        sum(num_blocks) + 2, shape.block_size, shape.num_kv_heads, shape.head_dim, shape.dtype, device
+        sum(num_blocks) + 2, shape.block_size, shape.num_kv_heads, shape.head_dim, cache_dtype, device
     )
     for cache in (k_cache, v_cache):
         cache.fill_(float("nan"))
@@ -81,7 +84,7 @@ def paged_batch(
         rows = (blocks[slots // shape.block_size].long().to(device), (slots % shape.block_size).to(device))
         for cache in (k_cache, v_cache):
             values = torch.randn(total, shape.num_kv_heads, shape.head_dim, device=device)
-            cache[rows] = values.to(shape.dtype)
+            cache[rows] = values.to(cache_dtype)
     starts = torch.tensor([0, *query_lens, *[0] * padding]).cumsum(0).int()
     return PagedBatch(
         q=fused_qkv(shape, sum(query_lens), device)[0],

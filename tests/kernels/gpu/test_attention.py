@@ -90,6 +90,14 @@ def test_a_batch_of_chunks_under_the_hint_of_one_decode() -> None:
     check(paged_batch(PagedShape(4, 2, 64), CHUNKS, num_decodes=1))
 
 
+@pytest.mark.parametrize("scales", [(0.7, 2.5), (torch.tensor([0.7]), torch.tensor([2.5])), "per head"])
+def test_cache_of_8_bit_floats(scales: Any) -> None:
+    if scales == "per head":
+        scales = torch.rand(2, 2) + 0.5
+    shape = PagedShape(4, 2, 64, 16, torch.float32, torch.float8_e4m3fn)
+    check(paged_batch(shape, DECODES + CHUNKS), k_scale=scales[0], v_scale=scales[1])
+
+
 @pytest.mark.slow
 def test_more_requests_than_are_summed_at_once() -> None:
     nothing = [(0, 0)] * 260
