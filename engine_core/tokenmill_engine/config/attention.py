@@ -55,9 +55,9 @@ def parse_attention_backend(value: object) -> str:
 
 
 def resolve_attention_backend(
-    requested: str, device: DeviceInfo, head_dim: int, dtype: DtypeName
+    requested: str, origin: str, device: DeviceInfo, head_dim: int, dtype: DtypeName
 ) -> AttentionBackendName:
-    """The backend to use for a result of `parse_attention_backend`.
+    """The backend to use for a result of `parse_attention_backend`, which came from `origin`.
 
     Raises:
         ConfigError: the one that is asked for cannot serve; the message lists every reason and what can.
@@ -71,7 +71,8 @@ def resolve_attention_backend(
             return name
         able = [other for other in ATTENTION_BACKENDS if next(_obstacles(other, device, head_dim, dtype), None) is None]
         raise ConfigError(
-            f"the attention backend {name} cannot serve this: {'; '.join(obstacles)}; use auto or {' or '.join(able)}"
+            f"{origin} asks for {name}, which cannot serve this model here: {'; '.join(obstacles)}; "
+            f"use --attention-backend {' or '.join(['auto', *able])}"
         )
     return built_in
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.lanes import Lane
@@ -31,9 +32,12 @@ _RUN_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
 enough for disks and for the bus."""
 
 
-def build_model(config: ModelConfig, device: torch.device) -> DenseDecoder:
-    """The model of `config` on `device`, not filled yet. Raises ConfigError for an unknown architecture."""
-    return model_class(config.architecture.name)(config, device)
+def build_model(config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None) -> DenseDecoder:
+    """The model of `config` on `device`, not filled yet, with `attention` or what is built in for the device.
+
+    Raises ConfigError for an unknown architecture.
+    """
+    return model_class(config.architecture.name)(config, device, attention)
 
 
 def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = True) -> DenseDecoder:

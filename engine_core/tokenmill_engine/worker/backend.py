@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
 from tokenmill_engine.worker.model_runner import ModelRunner
@@ -15,12 +16,10 @@ class Backend(Protocol):
     """Called in the order of the methods. Constructing one claims the device; raises StartupError if it cannot."""
 
     device: torch.device
+    attention: AttentionBackend
+    """What the layers of the model attend with."""
     loads_beside: bool
     """Whether weights may still arrive while `kv_bytes` measures."""
-
-    @property
-    def attention_backend(self) -> str:
-        """Name of the attention kernels, for the log."""
 
     def make_tables(self, shape: SlotShape) -> SlotTables:
         """Slots on the device."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenmill_engine.attention.backend import AttentionBackend, BuiltInAttention
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
@@ -32,15 +33,12 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self._config = config
         dtype = TORCH_DTYPES[config.model.dtype]
-        self._native = library.load() is not None and dtype in library.DTYPE_CODES
-        if self._native:
+        native = library.load() is not None and dtype in library.DTYPE_CODES
+        self.attention: AttentionBackend = BuiltInAttention("native" if native else "torch")
+        if native:
             library.set_num_threads(config.device.num_threads)
         # Beside the library's threads torch's own would only get in the way: they spin while they wait for work.
-        torch.set_num_threads(1 if self._native else config.device.num_threads)
-
-    @property
-    def attention_backend(self) -> str:
-        return "native" if self._native else "torch"
+        torch.set_num_threads(1 if native else config.device.num_threads)
 
     @property
     def prefill_costs(self) -> tuple[tuple[int, float], ...]:

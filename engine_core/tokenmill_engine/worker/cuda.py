@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from tokenmill_engine.attention.selection import attention_backend
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import KVGroup
@@ -37,6 +38,7 @@ class CudaBackend:
     def __init__(self, config: EngineConfig, device_index: int) -> None:
         keep_compiled_kernels()
         self.device = torch.device("cuda", device_index)
+        self.attention = attention_backend(config.device.attention_backend, self.device)
         torch.cuda.set_device(self.device)
         torch.set_num_threads(1)
         self._config = config
@@ -44,10 +46,6 @@ class CudaBackend:
         self._prefill_costs: tuple[tuple[int, float], ...] = ()
         if config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None:
             memory.check_free_share(self._at_start, config.cache)
-
-    @property
-    def attention_backend(self) -> str:
-        return "triton"
 
     @property
     def prefill_costs(self) -> tuple[tuple[int, float], ...]:

@@ -46,7 +46,7 @@ class Worker:
         with self._phase("device"):
             backend = self._claim_device()
         with self._phase("model"):
-            model = build_model(config.model, backend.device)
+            model = build_model(config.model, backend.device, backend.attention)
             groups = group_layers(model.kv_specs)
             tables = backend.make_tables(self._slot_shape(len(groups)))
         with WeightLoading(model, config.model) as loading:
@@ -73,7 +73,7 @@ class Worker:
             max_model_len=max_model_len,
             kv_cache_bytes=num_blocks * block_bytes,
             groups=groups,
-            attention_backend=backend.attention_backend,
+            attention_backend=backend.attention.name,
             phases=dict(self._phases),
             prefill_costs=backend.prefill_costs,
         )

@@ -117,21 +117,8 @@ def rotary_kv_write(
         and _is_plain(slot_mapping, torch.int64)
     )
     if library is None or not fits:
-        reference.rotary_kv_write(
-            q,
-            k,
-            v,
-            cos_sin,
-            positions,
-            slot_mapping,
-            k_cache,
-            v_cache,
-            q_norm,
-            k_norm,
-            eps,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        inputs = (q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache)
+        reference.rotary_kv_write(*inputs, q_norm, k_norm, eps, k_scale=k_scale, v_scale=v_scale)
         return
     rotary = RotaryStruct(
         q=heads_struct(q),

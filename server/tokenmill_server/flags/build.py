@@ -2,10 +2,10 @@
 weights is checked here: the model folder, the tokenizer, the device, lengths and sizes against each other."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tokenmill_engine.config.attention import RETIRED_NAMES, resolve_attention_backend
 from tokenmill_engine.config.device import DeviceInfo, cpu_threads, detect_device, resolve_dtype, usable_cpus
 from tokenmill_engine.config.engine import (
     CacheConfig,
@@ -20,7 +20,7 @@ from tokenmill_engine.config.engine import (
 from tokenmill_engine.config.hf_folder import read_generation_defaults
 from tokenmill_engine.config.model_files import ModelFiles, check_weights, resolve_model
 from tokenmill_engine.errors import ConfigError, StartupError
-from tokenmill_server.config import ServerConfig
+from tokenmill_server.config import Configuration, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
@@ -30,14 +30,6 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 _LARGE_DEVICE_BYTES = 70 * _GIB
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """What the processes of one server (or one `LLM`) are started with."""
-
-    engine: EngineConfig
-    server: ServerConfig
 
 
 def build_configuration(values: FlagValues, *, offline: bool = False) -> Configuration:
@@ -66,7 +58,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
         model=_model_config(values, files, load_format, dtype),
         cache=CacheConfig(**_section(values, "cache")),
         scheduler=_scheduler_config(values, device, offline=offline),
-        device=_device_config(values, device),
+        device=_device_config(values, files, device, dtype),
         observability=_observability_config(values, names[0]),
         data_parallel_size=values["data_parallel_size"],
     )
@@ -206,9 +198,13 @@ def _scheduler_config(values: FlagValues, device: DeviceInfo, *, offline: bool) 
     )
 
 
-def _device_config(values: FlagValues, device: DeviceInfo) -> DeviceConfig:
+def _device_config(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName) -> DeviceConfig:
     threads = max(1, cpu_threads() // values["data_parallel_size"]) if device.kind == "cpu" else 1
-    return DeviceConfig(**_section(values, "device", kind=device.kind, num_threads=threads))
+    requested, origin = values["attention_backend"], values.written("attention_backend")
+    if requested in RETIRED_NAMES:
+        logger.warning("%s: %s is no more, the default attention backend takes its place", origin, requested)
+    backend = resolve_attention_backend(requested, origin, device, files.architecture.head_dim, dtype)
+    return DeviceConfig(**_section(values, "device", kind=device.kind, num_threads=threads, attention_backend=backend))
 
 
 def _observability_config(values: FlagValues, model_name: str) -> ObservabilityConfig:

@@ -6,6 +6,7 @@ A new flag is a row here and a field at its destination.
 import math
 from types import MappingProxyType
 
+from tokenmill_engine.config.attention import parse_attention_backend
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
 from tokenmill_server.flags.parsers import (
     boolean,
@@ -328,6 +329,17 @@ _DEVICE = (
         "Run layer by layer, without CUDA graphs and without the fused CPU decoder: slower, easier to debug",
         "device.enforce_eager",
         arity=Arity.SWITCH,
+    ),
+    Flag(
+        "attention-backend",
+        Group.DEVICE,
+        parse_attention_backend,
+        "auto",
+        "Kernels that compute attention: triton (GPU), native (CPU), flash-attn-4 (prompts on a GPU by the Python "
+        "package of that name) or auto, the fastest measured among those that need no package. vLLM's names work too",
+        "device.attention_backend",
+        metavar="BACKEND",
+        env=(EnvAlias("VLLM_ATTENTION_BACKEND"),),
     ),
 )
 

@@ -127,7 +127,7 @@ _ROWS = [
     _value("optimization-level", short="-O"),
     _value("compilation-config", short="-cc"),
     _value("performance-mode", "balanced"),
-    *_values("attention-backend", "attention-config", "linear-backend", "moe-backend", "kernel-config"),
+    *_values("attention-config", "linear-backend", "moe-backend", "kernel-config"),
     *_values("max-cudagraph-capture-size", "cuda-graph-sizes"),
     # Frontend
     _value("chat-template-content-format", "auto"),
@@ -157,7 +157,6 @@ UNSUPPORTED = MappingProxyType({row.key: row for row in _ROWS})
 
 IGNORED_ENVIRONMENT = MappingProxyType(
     {
-        "VLLM_ATTENTION_BACKEND": "the attention backend follows from the device",
         "VLLM_USE_V1": "there is one engine",
         "VLLM_CPU_OMP_THREADS_BIND": "the number of threads follows from the cores this process may use",
         "VLLM_BATCH_INVARIANT": "use --dtype float32 for output that does not depend on the batch",

@@ -60,38 +60,46 @@ def test_names_of_vllm_lead_somewhere() -> None:
 @pytest.mark.parametrize(("device", "name"), [(CPU, "native"), (H100, "triton"), (T4, "triton")])
 @pytest.mark.parametrize("requested", ["auto", "xformers"])
 def test_the_default_follows_from_the_device(requested: str, device: DeviceInfo, name: str) -> None:
-    assert resolve_attention_backend(requested, device, 128, "bfloat16") == name
+    assert resolve_attention_backend(requested, "", device, 128, "bfloat16") == name
 
 
 @pytest.mark.usefixtures("flash_attention")
 def test_what_is_asked_for_is_taken_if_it_can_serve() -> None:
-    assert resolve_attention_backend("triton", H100, 128, "float32") == "triton"
-    assert resolve_attention_backend("native", CPU, 128, "bfloat16") == "native"
-    assert resolve_attention_backend("flash-attn-4", H100, 128, "bfloat16") == "flash-attn-4"
+    assert resolve_attention_backend("triton", "", H100, 128, "float32") == "triton"
+    assert resolve_attention_backend("native", "", CPU, 128, "bfloat16") == "native"
+    assert resolve_attention_backend("flash-attn-4", "", H100, 128, "bfloat16") == "flash-attn-4"
 
 
 @pytest.mark.usefixtures("flash_attention")
 @pytest.mark.parametrize(
     ("requested", "device", "head_dim", "dtype", "reason"),
     [
-        ("triton", CPU, 128, "bfloat16", "needs an NVIDIA GPU; use auto or native"),
-        ("native", H100, 128, "bfloat16", "it runs on a CPU only; use auto or triton or flash-attn-4"),
-        ("flash-attn-4", H100, 128, "float32", "not in float32; use auto or triton"),
-        ("flash-attn-4", H100, 100, "float16", "up to 256, these have 100; use auto or triton"),
-        ("flash-attn-4", H100, 264, "float16", "up to 256, these have 264; use auto or triton"),
-        ("flash-attn-4", T4, 128, "float16", "compute capability 7.5; use auto or triton"),
-        ("flash-attn-4", CPU, 128, "float16", "needs an NVIDIA GPU; use auto or native"),
+        ("triton", CPU, 128, "bfloat16", "needs an NVIDIA GPU; use --attention-backend auto or native"),
+        (
+            "native",
+            H100,
+            128,
+            "bfloat16",
+            "it runs on a CPU only; use --attention-backend auto or triton or flash-attn-4",
+        ),
+        ("flash-attn-4", H100, 128, "float32", "not in float32; use --attention-backend auto or triton"),
+        ("flash-attn-4", H100, 100, "float16", "up to 256, these have 100; use --attention-backend auto or triton"),
+        ("flash-attn-4", H100, 264, "float16", "up to 256, these have 264; use --attention-backend auto or triton"),
+        ("flash-attn-4", T4, 128, "float16", "compute capability 7.5; use --attention-backend auto or triton"),
+        ("flash-attn-4", CPU, 128, "float16", "needs an NVIDIA GPU; use --attention-backend auto or native"),
     ],
 )
 def test_refused_with_the_reason_and_what_can_serve(
     requested: str, device: DeviceInfo, head_dim: int, dtype: DtypeName, reason: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        resolve_attention_backend(requested, device, head_dim, dtype)
-    assert raised.value.message.startswith(f"the attention backend {requested} cannot serve this: ")
+        resolve_attention_backend(requested, "--x", device, head_dim, dtype)
+    assert raised.value.message.startswith(f"--x asks for {requested}, which cannot serve this model here: ")
     assert reason in raised.value.message
 
 
 def test_every_reason_is_given() -> None:
-    with pytest.raises(ConfigError, match=r"NVIDIA GPU; .*float32; .*not installed; use auto or native"):
-        resolve_attention_backend("flash-attn-4", CPU, 64, "float32")
+    with pytest.raises(
+        ConfigError, match=r"NVIDIA GPU; .*float32; .*not installed; use --attention-backend auto or native"
+    ):
+        resolve_attention_backend("flash-attn-4", "", CPU, 64, "float32")

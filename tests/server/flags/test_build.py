@@ -9,10 +9,12 @@ import pytest
 
 from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.device import DeviceInfo
+from tokenmill_engine.config.engine import DeviceKind
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import ConfigError, StartupError
+from tokenmill_server.config import Configuration
 from tokenmill_server.flags import build
-from tokenmill_server.flags.build import Configuration, build_configuration
+from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues, offer_keywords
@@ -85,7 +87,7 @@ CASES = [
     (["--log-level", "debug"], "server.log_level", "DEBUG"),
     (["--metrics-namespace", "vllm"], "observability.metrics_namespaces", ("vllm",)),
 ]
-RESOLVED_BY_OTHER_TESTS = {"device.kind", "model.tokenizer_path", "server.default_sampling"}
+RESOLVED_BY_OTHER_TESTS = {"device.kind", "device.attention_backend", "model.tokenizer_path", "server.default_sampling"}
 
 
 @pytest.mark.parametrize(("arguments", "destination", "value"), CASES)
@@ -177,6 +179,51 @@ def test_engine_cores_on_the_cpu_share_one_api_server(monkeypatch: pytest.Monkey
     monkeypatch.setattr(build, "usable_cpus", lambda: 64)
     assert configure("-dp", "2").server.api_server_count == 1
     assert configure("-dp", "2", "-asc", "2").server.api_server_count == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "name"),
+    [
+        ("auto", "cpu", "native"),
+        ("auto", "cuda", "triton"),
+        ("TORCH_SDPA", "cpu", "native"),
+        ("TRITON_ATTN", "cuda", "triton"),
+        ("FLASH_ATTN", "cuda", "flash-attn-4"),
+    ],
+)
+def test_attention_backend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, kind: DeviceKind, name: str
+) -> None:
+    monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo(kind, kind, 80 * GIB, 1))
+    package = tmp_path / "flash_attn" / "cute" / "interface.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert configure("--attention-backend", text).engine.device.attention_backend == name
+    assert configure(VLLM_ATTENTION_BACKEND=text).engine.device.attention_backend == name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("TRITON_ATTN", "asks for triton, which cannot serve this model here: it needs an NVIDIA GPU; use "),
+        ("flash-attn-4", "flash-attn-4 is not installed; use --attention-backend auto or native"),
+        ("FLASHINFER", "must be one of auto, triton, native, flash-attn-4; got 'FLASHINFER'"),
+    ],
+)
+def test_attention_backends_that_cannot_serve(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configure("--attention-backend", text)
+    assert raised.value.message.startswith("--attention-backend ")
+    assert message in raised.value.message
+    with pytest.raises(ConfigError, match=r"^VLLM_ATTENTION_BACKEND "):
+        configure(VLLM_ATTENTION_BACKEND=text)
+
+
+def test_an_attention_backend_that_is_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert configure(VLLM_ATTENTION_BACKEND="XFORMERS") == configure()
+    assert "VLLM_ATTENTION_BACKEND: xformers is no more" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_missing_file_and_two_files(tmp_path: Path) -> None:
         ({"VLLM_API_KEY": "a,b"}, "api_key", ("a", "b")),
         ({"TOKENMILL_API_KEY": "t", "VLLM_API_KEY": "v"}, "api_key", ("t",)),
         ({"VLLM_LOGGING_LEVEL": "debug"}, "log_level", "DEBUG"),
+        ({"VLLM_ATTENTION_BACKEND": "TRITON_ATTN"}, "attention_backend", "triton"),
+        ({"TOKENMILL_ATTENTION_BACKEND": "auto", "VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}, "attention_backend", "auto"),
         ({"VLLM_LOG_STATS_INTERVAL": "2.5"}, "log_stats_interval", 2.5),
         ({"VLLM_CPU_KVCACHE_SPACE": "4"}, "kv_cache_memory_bytes", 4 * 2**30),
         ({"TOKENMILL_ENFORCE_EAGER": "1"}, "enforce_eager", True),
@@ -133,8 +135,8 @@ def test_trusting_remote_code_needs_nothing(caplog: pytest.LogCaptureFixture, va
 
 def test_variables_of_vllm_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        read_flags([], {"VLLM_ATTENTION_BACKEND": "XFORMERS"})
-    assert "VLLM_ATTENTION_BACKEND has no effect" in caplog.text
+        read_flags([], {"VLLM_USE_V1": "1"})
+    assert "VLLM_USE_V1 has no effect" in caplog.text
 
 
 def test_keywords(tmp_path: Path) -> None:
