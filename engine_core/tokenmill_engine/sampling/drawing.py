@@ -1,4 +1,5 @@
-"""Random tokens for the rows of a batch that want them: one call of the native library, or tensor operators."""
+"""The tokens of a batch on the CPU: one call of the native library for the random ones, or tensor operators, which are
+what the kernels of a GPU are tested against."""
 
 from dataclasses import dataclass
 from typing import Final, Self
@@ -7,12 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill_engine.sampling import table as columns
+from tokenmill_engine.sampling import table as bits
 from tokenmill_engine.sampling.filters import FilterParams, draw, draw_above_threshold, draw_filtered
 from tokenmill_engine.sampling.penalties import apply_penalties
 from tokenmill_engine.sampling.random import uniform
 from tokenmill_engine.sampling.table import SamplingTable
 from tokenmill_engine.sampling.tokens import INVALID_TOKEN, Rows, TokenTable
+from tokenmill_kernels import sampling_columns as columns
 from tokenmill_kernels.cpu import sampling as native
 
 _PIECE_ELEMENTS: Final = 1 << 24
@@ -20,10 +22,13 @@ _PIECE_ELEMENTS: Final = 1 << 24
 
 
 @dataclass(slots=True)
-class RandomRows:
-    """All rows with a temperature, and the same rows by the way they take through the filters."""
+class HostRows:
+    """Rows of a batch by what they need."""
 
-    everything: Rows
+    num_rows: int
+    penalized: Rows | None
+    random: Rows | None
+    """All rows with a temperature. The following are the same rows by the way they take through the filters."""
     plain: Rows | None
     """No filter."""
     small_top_k: Rows | None
@@ -31,42 +36,58 @@ class RandomRows:
     """The others."""
 
     @classmethod
-    def of(cls, features: NDArray[np.uint8], slots: NDArray[np.int32], device: torch.device) -> Self | None:
-        """The random rows of a batch with these `features` [n] and `slots` [n]; None if there are none."""
-        random, filtered, small = (
-            (features & bit) != 0 for bit in (columns.RANDOM, columns.FILTER, columns.SMALL_TOP_K)
+    def of(cls, features: NDArray[np.uint8], slots: NDArray[np.int32]) -> Self:
+        """The rows of a batch with these `features` [n] and `slots` [n]."""
+        random, filtered, small, penalized = (
+            (features & bit) != 0 for bit in (bits.RANDOM, bits.FILTER, bits.SMALL_TOP_K, bits.PENALTY)
         )
-        everything = Rows.where(random, slots, device)
-        if everything is None:
-            return None
         return cls(
-            everything,
-            plain=Rows.where(random & ~filtered, slots, device),
-            small_top_k=Rows.where(random & small, slots, device),
-            filtered=Rows.where(random & filtered & ~small, slots, device),
+            num_rows=len(slots),
+            penalized=Rows.where(penalized, slots),
+            random=Rows.where(random, slots),
+            plain=Rows.where(random & ~filtered, slots),
+            small_top_k=Rows.where(random & small, slots),
+            filtered=Rows.where(random & filtered & ~small, slots),
         )
 
 
-def draw_rows(
-    token_ids: torch.Tensor, logits: torch.Tensor, random: RandomRows, table: SamplingTable, tokens: TokenTable
+def choose_rows(
+    logits: torch.Tensor, rows: HostRows, table: SamplingTable, tokens: TokenTable, max_tokens: int
+) -> torch.Tensor:
+    """int32 [n]: the token of each row of `logits` (float32 [n, vocab_size], contiguous; overwritten), `INVALID_TOKEN`
+    where they are no distribution. No row has more than `max_tokens` known tokens."""
+    if rows.penalized is not None:
+        apply_penalties(logits, rows.penalized, table.floats, tokens, max_tokens)
+    if rows.random is None:
+        return argmax(logits)
+    all_random = len(rows.random) == rows.num_rows
+    token_ids = torch.empty(rows.num_rows, dtype=torch.int32) if all_random else argmax(logits)
+    if native.is_available():
+        _draw_natively(token_ids, logits, rows.random, table, tokens)
+    else:
+        _draw_by_operators(token_ids, logits, rows, table, tokens)
+    return token_ids
+
+
+def _draw_by_operators(
+    token_ids: torch.Tensor, logits: torch.Tensor, rows: HostRows, table: SamplingTable, tokens: TokenTable
 ) -> None:
-    """Fill in the random rows of `token_ids` (int32 [num_rows]), `INVALID_TOKEN` where `logits`
-    (float32 [num_rows, vocab_size]) are no distribution."""
-    if logits.device.type == "cpu" and native.is_available():
-        _draw_natively(token_ids, logits, random.everything, table, tokens)
-        return
     size = max(1, _PIECE_ELEMENTS // logits.shape[1])
-    for rows in (random.plain, random.small_top_k, random.filtered):
-        for part in rows.pieces(size) if rows is not None else ():
+    for kind in (rows.plain, rows.small_top_k, rows.filtered):
+        for part in kind.pieces(size) if kind is not None else ():
             weights = _weights(logits, part, table)
-            # Softmax divides by the sum of the row, which is a number only if no logit spoils it.
-            valid = weights[:, 0] == weights[:, 0]
             u = _uniform(part, table, tokens)
-            if rows is random.plain:
+            if kind is rows.plain:
                 drawn = draw(weights, u)
             else:
-                drawn = draw_filtered(weights, u, _filters(part, table), small_top_k=rows is random.small_top_k)
-            token_ids.index_copy_(0, part.index, torch.where(valid, drawn, INVALID_TOKEN).to(torch.int32))
+                drawn = draw_filtered(weights, u, _filters(part, table), small_top_k=kind is rows.small_top_k)
+            token_ids.index_copy_(0, part.index, _where_valid(weights, drawn))
+
+
+def _where_valid(weights: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """int32 [n]: `drawn`, or `INVALID_TOKEN`. Softmax divides by the sum of the row, which is a number only if no logit
+    spoils it."""
+    return torch.where(weights[:, 0] == weights[:, 0], drawn, INVALID_TOKEN).to(torch.int32)
 
 
 def sample_rows(
@@ -74,20 +95,17 @@ def sample_rows(
 ) -> torch.Tensor:
     """int32 [n]: as `Sampler.sample_on_device`, by tensor operators over all rows."""
     rows = Rows(torch.arange(len(slots), device=slots.device), slots.to(torch.int64).clamp(min=0))
-    if features & columns.PENALTY:
+    if features & bits.PENALTY:
         apply_penalties(logits, rows, table.floats, tokens, tokens.token_ids.shape[1])
     token_ids = argmax(logits)
-    if features & columns.RANDOM:
+    if features & bits.RANDOM:
         temperature = table.floats[rows.slots, columns.TEMPERATURE, None]
-        random = temperature >= columns.GREEDY_BELOW
+        random = temperature > 0
         weights = (logits / torch.where(random, temperature, 1.0)).softmax(1)
         u = _uniform(rows, table, tokens)
-        if features & columns.FILTER:
-            drawn = draw_above_threshold(weights, u, _filters(rows, table))
-        else:
-            drawn = draw(weights, u)
-        valid = weights[:, 0] == weights[:, 0]
-        token_ids = torch.where(random[:, 0], torch.where(valid, drawn, INVALID_TOKEN).to(torch.int32), token_ids)
+        filtered = bool(features & bits.FILTER)
+        drawn = draw_above_threshold(weights, u, _filters(rows, table)) if filtered else draw(weights, u)
+        token_ids = torch.where(random[:, 0], _where_valid(weights, drawn), token_ids)
     return torch.where(slots < 0, INVALID_TOKEN, token_ids)
 
 

@@ -58,10 +58,9 @@ def draw_filtered(weights: torch.Tensor, u: torch.Tensor, params: FilterParams, 
     """As `draw`, from the tokens that the filters leave. `weights` must sum to 1.
 
     `small_top_k` says that every row's top_k is at most `MAX_SMALL_TOP_K`, so that the most likely candidates
-    suffice. Elsewhere a CPU tries them first and sorts the rest; a GPU sorts at once, since looking would make the
-    host wait.
+    suffice. Elsewhere they are tried first, and the rows that need more are sorted.
     """
-    if weights.shape[1] <= _NUM_CANDIDATES or not (small_top_k or weights.device.type == "cpu"):
+    if weights.shape[1] <= _NUM_CANDIDATES:
         return draw_above_threshold(weights, u, params)
     token, covered = _draw_from_candidates(weights, u, params)
     if small_top_k or bool(covered.all()):

@@ -28,7 +28,12 @@ class RawScores:
 
     def score(self, token_ids: torch.Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of `token_ids` (int64 [n]) beside the `num_top` most likely tokens."""
-        if self.logits.device.type == "cpu" and native.is_available():
+        if self.logits.is_cuda:
+            # Machines without a GPU never load its kernels.
+            from tokenmill_kernels.gpu import sampling_scores
+
+            return Logprobs(*sampling_scores.score(self.logits, token_ids, num_top))
+        if native.is_available():
             return Logprobs(*native.score(self.logits, token_ids, num_top))
         log_total = torch.logsumexp(self.logits, dim=1, keepdim=True)
         own_ids = token_ids[:, None]

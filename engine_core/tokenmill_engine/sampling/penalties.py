@@ -5,8 +5,8 @@ Nothing is kept between steps, so a preempted or chunked request cannot lose or 
 
 import torch
 
-from tokenmill_engine.sampling.table import FREQUENCY, PRESENCE, REPETITION
 from tokenmill_engine.sampling.tokens import Rows, TokenTable
+from tokenmill_kernels.sampling_columns import FREQUENCY, PRESENCE, REPETITION
 
 _PIECE_ELEMENTS = 1 << 22
 """Bound on the elements of a temporary tensor."""

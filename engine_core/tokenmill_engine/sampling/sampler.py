@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill_engine.sampling import table as columns
-from tokenmill_engine.sampling.drawing import RandomRows, argmax, draw_rows, sample_rows
+from tokenmill_engine.sampling import table as bits
+from tokenmill_engine.sampling.drawing import HostRows, argmax, choose_rows, sample_rows
 from tokenmill_engine.sampling.edits import EditBatch
 from tokenmill_engine.sampling.logprobs import Logprobs, RawScores
-from tokenmill_engine.sampling.penalties import apply_penalties
 from tokenmill_engine.sampling.table import SamplingTable
-from tokenmill_engine.sampling.tokens import Rows, TokenTable
+from tokenmill_engine.sampling.tokens import TokenTable
+from tokenmill_engine.sampling.transfer import to_device
 
 
 @dataclass(slots=True)
@@ -36,27 +36,25 @@ class SamplingBatch:
     def __init__(self, slots: NDArray[np.int32], table: SamplingTable) -> None:
         device = table.device
         features = table.features[slots]
-        self.any_feature = bool(np.bitwise_or.reduce(features, initial=0))
-        if not self.any_feature:
-            return
-        penalized, edited, reports = (
-            (features & bit) != 0 for bit in (columns.PENALTY, columns.EDIT, columns.LOGPROBS)
-        )
+        self.features = int(np.bitwise_or.reduce(features, initial=0))
         self.num_rows = len(slots)
-        self.random = RandomRows.of(features, slots, device)
-        self.penalties = Rows.where(penalized, slots, device)
         self.edits: EditBatch | None = None
-        if edited.any():
-            rows = np.flatnonzero(edited)
-            edits = [table.edits[int(slot)] for slot in slots[rows]]
+        if self.features & bits.EDIT:
+            rows = np.flatnonzero(features & bits.EDIT)
+            edits = [table.edits[slot] for slot in slots[rows].tolist()]
             self.edits = EditBatch(rows, slots[rows].astype(np.int64), edits, table.vocab_size, device)
-        self.logprobs = Rows.where(reports, slots, device)
-        self.logprob_rows = np.flatnonzero(reports)
-        self.num_top = int(table.num_logprobs[slots[self.logprob_rows]].max(initial=0))
+        self.logprob_rows: NDArray[np.int64] | None = None
+        if self.features & bits.LOGPROBS:
+            self.logprob_rows = np.flatnonzero(features & bits.LOGPROBS)
+            self.logprob_index = to_device(self.logprob_rows, device)
+            self.num_top = int(table.num_logprobs[slots[self.logprob_rows]].max())
+        # Kernels find their rows themselves.
+        self.slots = to_device(slots.copy(), device) if device.type != "cpu" else None
+        self.host_rows = HostRows.of(features, slots) if device.type == "cpu" else None
 
     @property
     def changes_logits(self) -> bool:
-        return self.edits is not None or self.penalties is not None
+        return bool(self.features & (bits.EDIT | bits.PENALTY))
 
 
 class Sampler:
@@ -67,6 +65,12 @@ class Sampler:
         self._tokens = tokens
         self._batch_key: tuple[int, bytes] | None = None
         self._batch: SamplingBatch | None = None
+        self._device = None
+        if table.device.type == "cuda":
+            # Machines without a GPU never load its kernels.
+            from tokenmill_engine.sampling.device import DeviceSampler
+
+            self._device = DeviceSampler(table, tokens)
 
     def batch(self, slots: NDArray[np.int32]) -> SamplingBatch:
         """The plan for the rows of `slots`, made anew only when they or their parameters change."""
@@ -94,6 +98,8 @@ class Sampler:
             int32 [n], `INVALID_TOKEN` for padding and where the logits are no distribution. On CUDA memory of its own,
             or of the graph that is being captured.
         """
+        if self._device is not None:
+            return self._device.sample(logits, slots, features)
         return sample_rows(logits, slots, features, self._table, self._tokens)
 
     def sample(self, logits: torch.Tensor, slots: NDArray[np.int32], max_tokens: int) -> Sampled:
@@ -105,29 +111,22 @@ class Sampler:
             max_tokens: no row has more known tokens than that.
         """
         batch = self.batch(slots)
-        if not batch.any_feature:
-            return Sampled(argmax(logits))
         raw = None
-        if batch.logprobs is not None:
-            intact = len(batch.logprobs) == batch.num_rows and not batch.changes_logits
-            raw = RawScores(logits if intact else logits[batch.logprobs.index])
+        if batch.logprob_rows is not None:
+            intact = len(batch.logprob_rows) == batch.num_rows and not batch.changes_logits
+            raw = RawScores(logits if intact else logits[batch.logprob_index])
         if batch.edits is not None:
             batch.edits.apply(logits, self._tokens)
-        if batch.penalties is not None:
-            apply_penalties(logits, batch.penalties, self._table.floats, self._tokens, max_tokens)
-        token_ids = self._choose(logits, batch)
-        if raw is None or batch.logprobs is None:
+        token_ids = self._choose(logits, batch, max_tokens)
+        if raw is None:
             return Sampled(token_ids)
-        chosen = token_ids[batch.logprobs.index].clamp(min=0).to(torch.int64)
+        chosen = token_ids[batch.logprob_index].clamp(min=0).to(torch.int64)
         return Sampled(token_ids, raw.score(chosen, batch.num_top), batch.logprob_rows)
 
-    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, batch: SamplingBatch, max_tokens: int) -> torch.Tensor:
         """int32 [n]"""
-        if batch.random is None:
+        if self._device is not None and batch.slots is not None:
+            return self._device.sample(logits, batch.slots, batch.features)
+        if batch.host_rows is None:
             return argmax(logits)
-        if len(batch.random.everything) == batch.num_rows:
-            token_ids = torch.empty(batch.num_rows, dtype=torch.int32, device=logits.device)
-        else:
-            token_ids = argmax(logits)
-        draw_rows(token_ids, logits, batch.random, self._table, self._tokens)
-        return token_ids
+        return choose_rows(logits, batch.host_rows, self._table, self._tokens, max_tokens)

@@ -15,6 +15,7 @@ from tokenmill_engine.outputs import SlotStart
 from tokenmill_engine.sampling.edits import LogitEdits
 from tokenmill_engine.sampling.random import as_int64
 from tokenmill_engine.sampling.transfer import to_device
+from tokenmill_kernels import sampling_columns as columns
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this pick the most likely token."""
@@ -34,17 +35,6 @@ ON_DEVICE: Final = RANDOM | FILTER | SMALL_TOP_K | PENALTY
 """What `Sampler.sample_on_device` does."""
 
 MAX_SMALL_TOP_K: Final = 64
-
-# Columns of `SamplingTable.floats`.
-TEMPERATURE: Final = 0
-TOP_P: Final = 1
-MIN_P: Final = 2
-REPETITION: Final = 3
-FREQUENCY: Final = 4
-PRESENCE: Final = 5
-# Columns of `SamplingTable.integers`.
-TOP_K: Final = 0
-SEED: Final = 1
 
 
 def features_of(params: SamplingParams, edits: LogitEdits | None) -> int:
@@ -77,12 +67,12 @@ class SamplingTable:
         self.num_logprobs: NDArray[np.int32] = np.full(num_slots, -1, np.int32)
         self.num_prompt_logprobs: NDArray[np.int32] = np.full(num_slots, -1, np.int32)
         self.edits: dict[int, LogitEdits] = {}
-        self._host_floats = np.zeros((num_slots, 6), np.float32)
-        self._host_integers = np.zeros((num_slots, 2), np.int64)
+        self._host_floats = np.zeros((num_slots, columns.NUM_FLOATS), np.float32)
+        self._host_integers = np.zeros((num_slots, columns.NUM_INTEGERS), np.int64)
         self.floats = torch.from_numpy(self._host_floats).to(device)
-        """float32 [num_slots, 6]"""
+        """float32 [num_slots, NUM_FLOATS]: columns as in `tokenmill_kernels.sampling_columns`."""
         self.integers = torch.from_numpy(self._host_integers).to(device)
-        """int64 [num_slots, 2]"""
+        """int64 [num_slots, NUM_INTEGERS]"""
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         """Write the parameters of requests that take a slot."""
@@ -111,7 +101,7 @@ class SamplingTable:
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         self._host_integers[slot] = (top_k, as_int64(params.seed or 0))
         self._host_floats[slot] = (
-            params.temperature,
+            params.temperature if self.features[slot] & RANDOM else 0.0,
             params.top_p,
             params.min_p,
             params.repetition_penalty,

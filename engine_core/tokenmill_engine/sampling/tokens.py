@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill_engine.sampling.transfer import to_device
-
 INVALID_TOKEN: Final = -1
 """Stands for the token of a row whose logits are not numbers, or all masked."""
 
@@ -27,7 +25,7 @@ class TokenTable:
 
 @dataclass(slots=True)
 class Rows:
-    """Some rows of a batch and the slots of their requests, on the device."""
+    """Some rows of a batch and the slots of their requests."""
 
     index: torch.Tensor
     """int64 [n]: row of the logits."""
@@ -35,12 +33,12 @@ class Rows:
     """int64 [n]"""
 
     @classmethod
-    def where(cls, mask: NDArray[np.bool_], slots: NDArray[np.int32], device: torch.device) -> Self | None:
+    def where(cls, mask: NDArray[np.bool_], slots: NDArray[np.int32]) -> Self | None:
         """The rows that `mask` [num_rows] picks, whose requests are in `slots` [num_rows]; None if it picks none."""
         index = np.flatnonzero(mask)
         if len(index) == 0:
             return None
-        return cls(to_device(index, device), to_device(slots[index].astype(np.int64), device))
+        return cls(torch.from_numpy(index), torch.from_numpy(slots[index].astype(np.int64)))
 
     def __len__(self) -> int:
         return len(self.index)

@@ -1,0 +1,78 @@
+"""What the sampling kernels share: relative weights, uniform numbers, and the search of a threshold.
+
+The weight of a token is its probability over that of the most likely one, so the largest is 1. Every kernel computes it
+by the same operations from the same numbers: weights of one token are equal bits everywhere.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST_EXPONENT = tl.constexpr(-126.0)
+"""Binary logarithm of the smallest weight that is not 0."""
+LOWEST_WEIGHT = tl.constexpr(2.0**-126)
+AFTER_ONE = tl.constexpr(1.0 + 2.0**-23)
+"""More than any weight."""
+
+
+@triton.jit
+def weights_of(logits, row_max, scale):
+    """Weights of float32 `logits` of a row whose largest is `row_max`; `scale` is LOG2_E over the temperature."""
+    exponents = (logits - row_max) * scale
+    return tl.where(exponents < LOWEST_EXPONENT, 0.0, tl.exp2(exponents))
+
+
+@triton.jit
+def _mix(x):
+    """The finalizer of splitmix64 on uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def uniform(seed, position):
+    """float64 in [0, 1) of an int64 seed and the number of tokens put out so far: two rounds of splitmix64."""
+    mixed = _mix(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+    bits = _mix(mixed + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def largest_threshold(logits_ptr, num_logits, row_max, scale, by_count, base, target, low, high, block: tl.constexpr):
+    """The largest weight t in [low, high) for which `base` and the measure of the weights of at least t among
+    `num_logits` logits make `target` together; `low` if there is none.
+
+    The measure is their number, or their sum. Weights are compared as bits, of which each round fixes two.
+    """
+    lanes = tl.arange(0, block)
+    low_bits = low.to(tl.int32, bitcast=True)
+    high_bits = high.to(tl.int32, bitcast=True)
+    while high_bits - low_bits > 1:
+        step = tl.maximum((high_bits - low_bits) // 4, 1)
+        first = low_bits + step
+        second = tl.minimum(first + step, high_bits - 1)
+        third = tl.minimum(second + step, high_bits - 1)
+        first_sum = tl.zeros((block,), dtype=tl.float64)
+        second_sum = tl.zeros((block,), dtype=tl.float64)
+        third_sum = tl.zeros((block,), dtype=tl.float64)
+        for start in range(0, num_logits, block):
+            inside = start + lanes < num_logits
+            logits = tl.load(logits_ptr + start + lanes, mask=inside, other=float("-inf"))
+            weights = weights_of(logits, row_max, scale)
+            bits = weights.to(tl.int32, bitcast=True)
+            values = tl.where(by_count, 1.0, weights).to(tl.float64)
+            first_sum += tl.where(inside & (bits >= first), values, 0.0)
+            second_sum += tl.where(inside & (bits >= second), values, 0.0)
+            third_sum += tl.where(inside & (bits >= third), values, 0.0)
+        enough_first = base + tl.sum(first_sum, axis=0) >= target
+        enough_second = base + tl.sum(second_sum, axis=0) >= target
+        enough_third = base + tl.sum(third_sum, axis=0) >= target
+        high_bits = tl.where(
+            enough_third, high_bits, tl.where(enough_second, third, tl.where(enough_first, second, first))
+        )
+        low_bits = tl.where(
+            enough_third, third, tl.where(enough_second, second, tl.where(enough_first, first, low_bits))
+        )
+    return low_bits.to(tl.float32, bitcast=True)
