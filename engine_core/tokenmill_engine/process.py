@@ -1,4 +1,4 @@
-"""The engine core's process: `python -m tokenmill_engine.process --control-fd N --parent-pid P --run-dir D`.
+"""The engine core's process, `python -m tokenmill_engine.process`; `ipc.child` and `main` say with which arguments.
 
 The main thread runs the busy loop and sleeps when there is nothing to do. One thread receives, one sends; neither
 ever makes the loop wait. The launcher decides when the process ends: SIGTERM means that nobody needs it any more.
@@ -227,12 +227,13 @@ def main() -> NoReturn:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     channel: ControlChannel[EngineStart] = ControlChannel.from_fd(args.control_fd, EngineControl)
     # Until there are API servers nobody else removes the run directory of a launcher that is killed.
     signal.signal(signal.SIGTERM, lambda _number, _frame: exit_terminated(channel, args.run_dir))
     become_child("engine core", args.parent_pid, signal.SIGTERM, args.run_dir)
-    preparation = Preparation()
+    preparation = Preparation(may_use_gpu=args.device != "cpu")
     try:
         start = channel.receive()
     except ChannelClosedError:

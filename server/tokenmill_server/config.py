@@ -1,7 +1,9 @@
-"""The frozen configuration of the HTTP front end, shared by the launcher and every API server."""
+"""The frozen configuration of the HTTP front end, shared by the launcher and every API server, and the whole of it."""
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from tokenmill_engine.config.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +27,11 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     log_level: str = "INFO"
     max_body_bytes: int = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What the processes of one server (or one `LLM`) are started with."""
+
+    engine: EngineConfig
+    server: ServerConfig

@@ -107,7 +107,7 @@ class EngineHost:
                 ready = self._watch(watcher, engines)
                 # Metric files are a server's affair, and ours would mix with those of the program around us.
                 environment = {key: text for key, text in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"}
-                engines.spawn(self._config.data_parallel_size, environment)
+                engines.spawn(self._config.data_parallel_size, self._config.device.kind, environment)
                 engines.configure(self._config)
                 await self._until(ready, self._stop)
                 await self._generate_until_stopped(engines.ready, self._stop)

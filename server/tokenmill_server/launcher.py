@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
 from enum import Enum, auto
 
 from tokenmill_engine.errors import EngineDeadError, StartupError
@@ -32,8 +31,8 @@ from tokenmill_engine.ipc.control import (
     ToApiServer,
 )
 from tokenmill_engine.ipc.lifecycle import process_began
+from tokenmill_server.config import Configuration
 from tokenmill_server.control import ApiServerStart
-from tokenmill_server.flags.build import Configuration, build_configuration
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.listen import bind, release, url_of
 from tokenmill_server.run_dir import RunDir
@@ -81,21 +80,28 @@ def serve(values: FlagValues) -> int:
     ):
         engines = EngineSupervisor(str(run_dir.path), watcher, process_began())
         stack.callback(engines.stop)
-        environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
+        environment = _child_environment(run_dir)
         num_engines: int = values["data_parallel_size"]
         # Engine cores import for seconds: they may begin while the configuration is checked. Not if there are more of
         # them than cores, which one mistyped digit is enough for.
         spawned = num_engines <= len(os.sched_getaffinity(0))
         if spawned:
-            engines.spawn(num_engines, environment)
+            engines.spawn(num_engines, values["device"], environment)
+        # Takes a while to import as well.
+        from tokenmill_server.flags.build import build_configuration
+
         configuration = build_configuration(values)
         listener = bind(configuration.server)
         stack.callback(release, listener)
         if not spawned:
-            engines.spawn(num_engines, environment)
-        launcher = Launcher(configuration, listener, run_dir, watcher, engines, environment)
+            engines.spawn(num_engines, values["device"], environment)
+        launcher = Launcher(configuration, listener, run_dir, watcher, engines)
         stack.callback(launcher.stop)
         return launcher.run()
+
+
+def _child_environment(run_dir: RunDir) -> dict[str, str]:
+    return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -114,7 +120,6 @@ class Launcher:
         run_dir: RunDir,
         watcher: Watcher,
         engines: EngineSupervisor,
-        environment: Mapping[str, str],
     ) -> None:
         """`engines` are spawned, not configured yet."""
         self._engine_config = configuration.engine
@@ -129,7 +134,7 @@ class Launcher:
         self._serving: set[int] = set()
         self._draining: set[int] = set()
         self._deaths: deque[float] = deque(maxlen=_MAX_API_SERVER_DEATHS)
-        self._environment = environment
+        self._environment = _child_environment(run_dir)
         self._state = State.STARTING
         self._deadline: float | None = None
         self._drain_began = 0.0

@@ -15,8 +15,9 @@ from tokenmill_engine.config.model_files import read_tokenizer_facts
 from tokenmill_engine.errors import RequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.progress import progress_bar
+from tokenmill_server.config import Configuration
 from tokenmill_server.engine_host import EngineHost
-from tokenmill_server.flags.build import Configuration, build_configuration
+from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.values import FlagValues, offer_environment, offer_keywords
 from tokenmill_server.llm_inputs import Item, PromptInput, conversations_of, items_of, priorities_of, sampling_of
 from tokenmill_server.llm_outputs import RequestOutput, public_output

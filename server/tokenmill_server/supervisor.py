@@ -41,14 +41,15 @@ class EngineSupervisor:
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._inputs: list[zmq.Socket[bytes]] = []
 
-    def spawn(self, num_engines: int, environment: Mapping[str, str]) -> None:
-        """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured."""
+    def spawn(self, num_engines: int, device: str, environment: Mapping[str, str]) -> None:
+        """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured.
+        `device` is what the user asked for: auto, cpu or cuda."""
         self._num_engines = num_engines
         for rank in range(num_engines):
             child: ChildProcess[FromEngine] = spawn_child(
                 _ENGINE_MODULE,
                 FromEngine,
-                args=["--run-dir", self._run_dir],
+                args=["--run-dir", self._run_dir, "--device", device],
                 env=_engine_environment(environment, num_engines, rank),
             )
             self._children[rank] = child

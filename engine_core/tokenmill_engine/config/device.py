@@ -69,13 +69,8 @@ def resolve_dtype(
 
 def _cuda_device() -> DeviceInfo | None:
     """The first visible CUDA device, or None without a driver or a device."""
-    for library in _CUDA_LIBRARIES:
-        try:
-            driver = ctypes.CDLL(library)
-            break
-        except OSError:
-            continue
-    else:
+    driver = _cuda_driver()
+    if driver is None:
         return None
     count, device = ctypes.c_int(), ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
@@ -90,6 +85,30 @@ def _cuda_device() -> DeviceInfo | None:
     return DeviceInfo(
         "cuda", name.value.decode("utf-8", "replace"), total.value, count.value, _capability(driver, device)
     )
+
+
+def has_cuda_driver() -> bool:
+    """Whether this machine has NVIDIA's driver library, whatever it then says of devices."""
+    return _cuda_driver() is not None
+
+
+def open_cuda_context() -> None:
+    """Starts the driver and makes the context of the first visible device, if there is one, for the whole process:
+    libraries that use the device later find it there. Takes half a second, without Python's lock."""
+    driver = _cuda_driver()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver is None or driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _cuda_driver() -> ctypes.CDLL | None:
+    for library in _CUDA_LIBRARIES:
+        try:
+            return ctypes.CDLL(library)
+        except OSError:
+            continue
+    return None
 
 
 def _capability(driver: ctypes.CDLL, device: ctypes.c_int) -> tuple[int, int] | None:
