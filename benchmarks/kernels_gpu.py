@@ -1,11 +1,11 @@
-"""Times the Triton kernels at the shape of an 8B Llama against what the card can do.
+"""Times the Triton kernels at the shapes of an 8B and a 1B Llama against what the card can do.
 
     python benchmarks/kernels_gpu.py [--sweep] [--json FILE]
 
 Each figure is the median over replays of a CUDA graph that walks several sets of random inputs, larger together than
 the L2 cache unless they are tiny. The floor of an operation is the bytes it must move over the bandwidth of a device
-copy, measured first; prefill attention is bound by arithmetic, so its rate is shown. `--sweep` times attention with
-other tiles as well.
+copy, measured first; prefill attention is bound by arithmetic, so its rate is shown. Attention is timed for all layers
+of a model, which share one plan. `--sweep` times attention with other tiles as well.
 """
 
 import argparse
@@ -14,7 +14,10 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,15 +27,27 @@ from tokenmill_kernels import ops
 from tokenmill_kernels.gpu import attention
 from tokenmill_kernels.gpu.attention_tiles import TileConfig
 
-NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 32, 8, 128, 16
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE = 4096, 14336
 CONTEXT = 1088
 ROTATED_BYTES = 400 << 20
 DTYPE, ITEM_BYTES = torch.bfloat16, 2
 
 DECODE_BATCHES = (1, 8, 32, 128, 256)
-PREFILLS = ((8, 1024, 1024), (1, 8192, 8192), (1, 2048, 32768))
+PREFILLS = ((8, 1024, 1024), (16, 1024, 1024), (1, 8192, 8192), (1, 2048, 32768))
 """(requests, new tokens of each, tokens of each after the step)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What attention needs to know of a model; both have the heads of a Llama."""
+
+    name: str
+    num_layers: int
+    head_dim: int
+
+
+MODELS = (Model("8B", 32, HEAD_DIM), Model("1B", 16, 64))
 
 DECODE_TILES = [
     TileConfig(16, block_n, num_warps, num_stages, programs)
@@ -50,14 +65,15 @@ PREFILL_TILES = [
 ]  # fmt: skip
 
 
-def median_ms(calls: Sequence[Callable[[], object]]) -> float:
-    """Median milliseconds of one of `calls`, from a graph of all of them."""
-    for call in calls:
+def median_ms(calls: Sequence[Callable[[], object]], first: Callable[[], object] | None = None) -> float:
+    """Median milliseconds of one of `calls`, from a graph of all of them, with `first` at its beginning."""
+    calls_in_order = [*([] if first is None else [first]), *calls]
+    for call in calls_in_order:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
+        for call in calls_in_order:
             call()
     for _ in range(3):
         graph.replay()
@@ -84,54 +100,77 @@ def num_sets(bytes_each: int) -> int:
     return min(max(-(-ROTATED_BYTES // bytes_each), 2), 64)
 
 
-def attention_calls(num_requests: int, query_len: int, seq_len: int) -> list[Callable[[], torch.Tensor]]:
-    """Calls of paged attention over equal requests with scattered blocks, each with a cache of its own."""
-    blocks_each = -(-seq_len // BLOCK_SIZE)
-    num_blocks = num_requests * blocks_each
-    table = torch.randperm(num_blocks, device="cuda").int().view(num_requests, blocks_each)
-    lengths = {
-        "query_start_loc": torch.arange(0, num_requests + 1, dtype=torch.int32, device="cuda") * query_len,
-        "seq_lens": torch.full((num_requests,), seq_len, dtype=torch.int32, device="cuda"),
-        "block_tables": table,
-    }
-    hints = {
-        "num_decodes": num_requests if query_len == 1 else 0,
-        "max_query_len": query_len,
-        "max_seq_len": seq_len,
-        "scale": HEAD_DIM**-0.5,
-    }
-    q = torch.randn(num_requests * query_len, NUM_HEADS, HEAD_DIM, device="cuda").to(DTYPE)
-    out = torch.empty_like(q)
-    bytes_each = 2 * num_blocks * BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM * ITEM_BYTES
+class AttentionLoad:
+    """Equal requests with scattered blocks, and several caches to walk through."""
 
-    def call(keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: ops.paged_attention(q, keys, values, **lengths, **hints, out=out)
+    def __init__(self, model: Model, num_requests: int, query_len: int, seq_len: int) -> None:
+        blocks_each = -(-seq_len // BLOCK_SIZE)
+        num_blocks = num_requests * blocks_each
+        self._lengths: dict[str, Any] = {
+            "query_start_loc": torch.arange(0, num_requests + 1, dtype=torch.int32, device="cuda") * query_len,
+            "seq_lens": torch.full((num_requests,), seq_len, dtype=torch.int32, device="cuda"),
+        }
+        self._hints: dict[str, Any] = {"num_decodes": num_requests if query_len == 1 else 0, "max_query_len": query_len}
+        self._block_tables = torch.randperm(num_blocks, device="cuda").int().view(num_requests, blocks_each)
+        self._q = torch.randn(num_requests * query_len, NUM_HEADS, model.head_dim, device="cuda").to(DTYPE)
+        self._out = torch.empty_like(self._q)
+        self._plan: ops.AttentionPlan | None = None
+        self._caches = []
+        for _ in range(num_sets(2 * num_blocks * BLOCK_SIZE * NUM_KV_HEADS * model.head_dim * ITEM_BYTES)):
+            caches = ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, model.head_dim, DTYPE, "cuda")
+            for cache in caches:
+                cache.transpose(1, 2).normal_()
+            self._caches.append(caches)
 
-    calls = []
-    for _ in range(num_sets(bytes_each)):
-        caches = ops.allocate_kv_cache(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE, "cuda")
-        for cache in caches:
-            cache.transpose(1, 2).normal_()
-        calls.append(call(*caches))
-    return calls
+    def plan(self) -> None:
+        """Makes the plan that the layers read."""
+        self._plan = ops.plan_attention(
+            **self._lengths,
+            **self._hints,
+            num_tokens=self._q.shape[0],
+            num_heads=NUM_HEADS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=self._q.shape[2],
+            block_size=BLOCK_SIZE,
+            dtype=DTYPE,
+            window=None,
+        )
+
+    def attend(self, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """One layer."""
+        return ops.paged_attention(
+            self._q,
+            *caches,
+            **self._lengths,
+            **self._hints,
+            block_tables=self._block_tables,
+            max_seq_len=self._block_tables.shape[1] * BLOCK_SIZE,
+            scale=self._q.shape[2] ** -0.5,
+            out=self._out,
+            plan=self._plan,
+        )
+
+    def layer_ms(self) -> float:
+        """Milliseconds of one layer."""
+        return median_ms([partial(self.attend, caches) for caches in self._caches], self.plan)
 
 
-def decode_row(batch: int, bandwidth: float) -> dict[str, object]:
+def decode_row(model: Model, batch: int, bandwidth: float) -> dict[str, object]:
     """Decode attention of all layers against its floor."""
-    milliseconds = NUM_LAYERS * median_ms(attention_calls(batch, 1, CONTEXT))
-    moved = NUM_LAYERS * batch * (2 * CONTEXT * NUM_KV_HEADS + 2 * NUM_HEADS) * HEAD_DIM * ITEM_BYTES
-    floor = moved / bandwidth * 1e3
-    return {"op": f"decode attention, {NUM_LAYERS} layers, batch {batch}", "ms": milliseconds, "floor_ms": floor}
+    milliseconds = model.num_layers * AttentionLoad(model, batch, 1, CONTEXT).layer_ms()
+    heads = 2 * CONTEXT * NUM_KV_HEADS + 2 * NUM_HEADS
+    floor = model.num_layers * batch * heads * model.head_dim * ITEM_BYTES / bandwidth * 1e3
+    name = f"{model.name}: decode attention, {model.num_layers} layers, batch {batch}"
+    return {"op": name, "ms": milliseconds, "floor_ms": floor}
 
 
-def prefill_row(num_requests: int, query_len: int, seq_len: int) -> dict[str, object]:
+def prefill_row(model: Model, num_requests: int, query_len: int, seq_len: int) -> dict[str, object]:
     """Prefill attention of all layers."""
-    calls = attention_calls(num_requests, query_len, seq_len)
-    milliseconds = median_ms(calls)
+    milliseconds = AttentionLoad(model, num_requests, query_len, seq_len).layer_ms()
     pairs = num_requests * (query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2)
-    rate = 4 * pairs * NUM_HEADS * HEAD_DIM / (milliseconds / 1e3) / 1e12
-    name = f"prefill attention, {NUM_LAYERS} layers, {num_requests} x {query_len} of {seq_len}"
-    return {"op": name, "ms": NUM_LAYERS * milliseconds, "tflops": rate}
+    rate = 4 * pairs * NUM_HEADS * model.head_dim / (milliseconds / 1e3) / 1e12
+    name = f"{model.name}: prefill attention, {model.num_layers} layers, {num_requests} x {query_len} of {seq_len}"
+    return {"op": name, "ms": model.num_layers * milliseconds, "tflops": rate}
 
 
 def elementwise_calls(num_tokens: int) -> dict[str, tuple[int, Callable[[], Callable[[], object]]]]:
@@ -187,12 +226,13 @@ def tiles(function: str, config: TileConfig) -> Iterator[None]:
 
 def sweep_rows(bandwidth: float) -> Iterator[dict[str, object]]:
     """Attention with each of the listed tiles; one that does not fit the card is reported as such."""
-    for config in DECODE_TILES:
-        for batch in (1, 32, 256):
-            yield swept("decode_config", config, lambda batch=batch: decode_row(batch, bandwidth))
-    for config in PREFILL_TILES:
-        for prefill in PREFILLS[:2]:
-            yield swept("prefill_config", config, lambda prefill=prefill: prefill_row(*prefill))
+    for model in MODELS:
+        for config in DECODE_TILES:
+            for batch in (1, 32, 256):
+                yield swept("decode_config", config, partial(decode_row, model, batch, bandwidth))
+        for config in PREFILL_TILES:
+            for prefill in PREFILLS[::2]:
+                yield swept("prefill_config", config, partial(prefill_row, model, *prefill))
 
 
 def swept(function: str, config: TileConfig, measure: Callable[[], dict[str, object]]) -> dict[str, object]:
@@ -215,10 +255,11 @@ def rows(sweep: bool) -> Iterator[dict[str, object]]:
     yield {"op": "device copy", "gb_per_s": bandwidth / 1e9}
     for num_tokens in (1, 256, 8192):
         yield from elementwise_rows(num_tokens, bandwidth)
-    for batch in DECODE_BATCHES:
-        yield decode_row(batch, bandwidth)
-    for prefill in PREFILLS:
-        yield prefill_row(*prefill)
+    for model in MODELS:
+        for batch in DECODE_BATCHES:
+            yield decode_row(model, batch, bandwidth)
+        for prefill in PREFILLS:
+            yield prefill_row(model, *prefill)
     if sweep:
         yield from sweep_rows(bandwidth)
 
