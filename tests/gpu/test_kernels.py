@@ -301,8 +301,7 @@ def test_state_of_a_step_in_a_graph() -> None:
     sample_slots, sampled = buffer(num_rows) - 1, buffer(num_rows, dtype=torch.int64)
 
     def call() -> None:
-        state.expand_tokens(tables, rows, out)
-        state.expand_blocks(blocks, tables.num_computed, rows, block_size, (out_blocks, slot_mapping))
+        state.expand(tables, rows, block_size, out, [state.GroupBlocks(blocks, out_blocks, slot_mapping)])
         state.advance(tables, rows, sample_slots, sampled)
 
     graph, _ = capture(call)

@@ -13,10 +13,10 @@ _BLOCK = 1024
 @triton.jit
 def _scatter_runs_kernel(buffer_ptr, runs_ptr, values_ptr, block: tl.constexpr, pdl: tl.constexpr):
     """Run program_id(0), its blocks dealt out over program_id(1)."""
-    let_dependents_start(pdl)
     run_ptr = runs_ptr + 3 * tl.program_id(0)
     offset, first, length = tl.load(run_ptr), tl.load(run_ptr + 1), tl.load(run_ptr + 2)
     wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     step = tl.num_programs(1) * block
     for done in range(tl.program_id(1) * block, length, step):
         columns = done + tl.arange(0, block)

@@ -50,7 +50,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Output of `expand_tokens`, all int32."""
+    """Output of `expand`, all int32."""
 
     input_ids: torch.Tensor
     """[T]; 0 in padding."""
@@ -77,8 +77,8 @@ def _expand_request(
     input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr, slot_tokens_ptr, slot_table_ptr, row,
     start, count, computed, out_stride, block_size: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One request: its new tokens and its length (if `input_ids_ptr` is given), its block table and the slots of the
-    tokens (if `slot_table_ptr` is)."""
+    """One request: its block table and the slots of its new tokens; those tokens and its length too, unless
+    `input_ids_ptr` is None."""
     lanes = tl.program_id(1) * block + tl.arange(0, block)
     step = tl.num_programs(1) * block
     if input_ids_ptr is not None:
@@ -91,15 +91,13 @@ def _expand_request(
             token_ids = tl.load(slot_tokens_ptr + positions, mask=inside, other=0)
             tl.store(input_ids_ptr + start + tokens, token_ids, mask=inside)
             tl.store(positions_ptr + start + tokens, positions, mask=inside)
-        if slot_table_ptr is not None:
-            blocks = tl.load(slot_table_ptr + positions // block_size, mask=inside, other=0).to(tl.int64)
-            tl.store(slot_mapping_ptr + start + tokens, blocks * block_size + positions % block_size, mask=inside)
-    if slot_table_ptr is not None:
-        num_blocks = tl.cdiv(computed + count, block_size)
-        for done in range(0, num_blocks, step):
-            columns = done + lanes
-            blocks = tl.load(slot_table_ptr + columns, mask=columns < num_blocks, other=0)
-            tl.store(out_table_ptr + row.to(tl.int64) * out_stride + columns, blocks, mask=columns < num_blocks)
+        blocks = tl.load(slot_table_ptr + positions // block_size, mask=inside, other=0).to(tl.int64)
+        tl.store(slot_mapping_ptr + start + tokens, blocks * block_size + positions % block_size, mask=inside)
+    num_blocks = tl.cdiv(computed + count, block_size)
+    for done in range(0, num_blocks, step):
+        columns = done + lanes
+        blocks = tl.load(slot_table_ptr + columns, mask=columns < num_blocks, other=0)
+        tl.store(out_table_ptr + row.to(tl.int64) * out_stride + columns, blocks, mask=columns < num_blocks)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "out_stride"])
@@ -109,7 +107,7 @@ def _expand_kernel(
     block_size: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Row program_id(0) of the step; the row after the last is the padding. `input_ids_ptr` is None if only blocks
-    are wanted, `table_ptr` if only tokens are."""
+    are wanted."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     row = tl.program_id(0)
@@ -119,11 +117,10 @@ def _expand_kernel(
         slot = tl.load(slots_ptr + row).to(tl.int64)
         # Padding may name any slot, even one that does not exist.
         computed = tl.load(num_computed_ptr + slot, mask=count > 0, other=0)
-        slot_tokens_ptr = token_ids_ptr if input_ids_ptr is None else token_ids_ptr + slot * token_stride
-        slot_table_ptr = table_ptr if table_ptr is None else table_ptr + slot * table_stride
         _expand_request(
-            input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr, slot_tokens_ptr,
-            slot_table_ptr, row, start, count, computed, out_stride, block_size, block,
+            input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr,
+            token_ids_ptr + slot * token_stride, table_ptr + slot * table_stride, row, start, count, computed,
+            out_stride, block_size, block,
         )  # fmt: skip
     else:
         lanes = tl.program_id(1) * block + tl.arange(0, block)
@@ -133,50 +130,23 @@ def _expand_kernel(
             if input_ids_ptr is not None:
                 tl.store(input_ids_ptr + done + lanes, tl.zeros((block,), dtype=tl.int32), mask=inside)
                 tl.store(positions_ptr + done + lanes, tl.zeros((block,), dtype=tl.int32), mask=inside)
-            if table_ptr is not None:
-                tl.store(slot_mapping_ptr + done + lanes, tl.full((block,), -1, dtype=tl.int64), mask=inside)
-
-
-def _launch_expand(
-    tables: RequestTables, rows: StepRows, block_size: int, tokens: StepTokens | None, blocks: GroupBlocks | None
-) -> None:
-    """One launch for the tokens, for the blocks of a group, or for both."""
-    filled = (None,) * 3 if tokens is None else (tokens.input_ids, tokens.positions, tokens.seq_lens)
-    table, out_table, slots = (None,) * 3 if blocks is None else (blocks.table, blocks.step_table, blocks.slots)
-    num_tokens = next(len(by_token) for by_token in (filled[0], slots) if by_token is not None)
-    _expand_kernel[rows.grid()](
-        *filled, out_table, slots, rows.slots, rows.query_start_loc, tables.token_ids, tables.num_computed, table,
-        rows.slots.shape[0], num_tokens, tables.token_ids.stride(0),
-        0 if table is None else table.stride(0), 0 if out_table is None else out_table.stride(0),
-        block_size=block_size, block=_BLOCK, num_warps=4, **launch_options(rows.slots.device),
-    )  # fmt: skip
+            tl.store(slot_mapping_ptr + done + lanes, tl.full((block,), -1, dtype=tl.int64), mask=inside)
 
 
 def expand(
     tables: RequestTables, rows: StepRows, block_size: int, tokens: StepTokens, groups: Sequence[GroupBlocks]
 ) -> None:
     """Fills `tokens` with the next tokens of each request, those after its computed ones, and the outputs of every KV
-    group. The tokens and the first group share a launch."""
-    _launch_expand(tables, rows, block_size, tokens, groups[0] if groups else None)
-    for group in groups[1:]:
-        _launch_expand(tables, rows, block_size, None, group)
-
-
-def expand_tokens(tables: RequestTables, rows: StepRows, out: StepTokens) -> None:
-    """Fills `out` with the next tokens of each request: those after its computed ones."""
-    _launch_expand(tables, rows, 1, out, None)
-
-
-def expand_blocks(
-    table: torch.Tensor,
-    num_computed: torch.Tensor,
-    rows: StepRows,
-    block_size: int,
-    out: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """`GroupBlocks(table, *out)` of one KV group alone; `num_computed` is that of the tables."""
-    tables = RequestTables(table, num_computed, num_computed)
-    _launch_expand(tables, rows, block_size, None, GroupBlocks(table, *out))
+    group (at least one). One launch for each group; the first also does the tokens."""
+    to_fill: tuple[torch.Tensor | None, ...] = (tokens.input_ids, tokens.positions, tokens.seq_lens)
+    for group in groups:
+        _expand_kernel[rows.grid()](
+            *to_fill, group.step_table, group.slots, rows.slots, rows.query_start_loc, tables.token_ids,
+            tables.num_computed, group.table, rows.slots.shape[0], group.slots.shape[0], tables.token_ids.stride(0),
+            group.table.stride(0), group.step_table.stride(0),
+            block_size=block_size, block=_BLOCK, num_warps=4, **launch_options(rows.slots.device),
+        )  # fmt: skip
+        to_fill = (None, None, None)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_samples", "max_len"])

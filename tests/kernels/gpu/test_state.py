@@ -11,8 +11,6 @@ from tokenmill_kernels.gpu.state import (
     StepTokens,
     advance,
     expand,
-    expand_blocks,
-    expand_tokens,
 )
 
 NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 9, 2048, 16
@@ -48,19 +46,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(("slots", "counts", "computed", "padding"), CASES.values(), ids=CASES.keys())
-def test_expand(slots: list[int], counts: list[int], computed: dict[int, int], padding: int, together: bool) -> None:
+def test_expand(slots: list[int], counts: list[int], computed: dict[int, int], padding: int) -> None:
     tables, rows = make_tables(computed), make_rows(slots, counts)
     table = torch.randint(0, 1 << 20, (NUM_SLOTS, MAX_LEN // BLOCK_SIZE), dtype=torch.int32)
     num_tokens = sum(counts) + padding
     out = StepTokens(*(torch.full((size,), -7, dtype=torch.int32) for size in (num_tokens, num_tokens, len(slots))))
     blocks, slot_mapping = torch.full((len(slots), table.shape[1]), -7, dtype=torch.int32), torch.full((num_tokens,), 9)
-    if together:
-        expand(tables, rows, BLOCK_SIZE, out, [GroupBlocks(table, blocks, slot_mapping)])
-    else:
-        expand_tokens(tables, rows, out)
-        expand_blocks(table, tables.num_computed, rows, BLOCK_SIZE, (blocks, slot_mapping))
+    expand(tables, rows, BLOCK_SIZE, out, [GroupBlocks(table, blocks, slot_mapping)])
 
     start = 0
     for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
