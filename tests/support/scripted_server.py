@@ -61,8 +61,10 @@ Script = Callable[[Seen, int], Reply]
 
 
 class ScriptedServer:
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, port: int = 0) -> None:
         self.script = script
+        self.port = port
+        """0 until it listens: then one that was free."""
         self.seen: list[Seen] = []
         self.max_open = 0
         self._open = 0
@@ -87,7 +89,7 @@ class ScriptedServer:
 
     async def _main(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stop.wait()

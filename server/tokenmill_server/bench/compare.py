@@ -5,9 +5,10 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from tokenmill_server.bench.compare_plan import START, Group, Load, Session, Sid
 from tokenmill_server.bench.compare_report import Measurement, card_name, card_state, format_table
 from tokenmill_server.bench.compare_sides import (
     Deadline,
+    LoadError,
     Model,
     Running,
     RunningServer,
@@ -93,6 +95,10 @@ class _Progress:
     start_times_s: dict[Side, float] = field(default_factory=dict)
     load_times_s: dict[tuple[Side, str], float] = field(default_factory=dict)
 
+    def fail(self, what: str) -> None:
+        self.failures.append(what)
+        _say(f"FAILED: {what}")
+
     def round_s(self, session: Session) -> float:
         """What a round of `session` takes, as far as is known."""
         return sum(self.load_times_s.get((session.side, load.name), _GUESSED_LOAD_S) for load in session.loads)
@@ -105,7 +111,7 @@ class _Progress:
 
 def run(compare: Compare) -> int:
     """Measures, prints the table, writes every figure and command to `result.json` in the output folder, beside the
-    logs. Returns the exit code: 1 if anything failed.
+    logs, also when it is stopped. Returns the exit code: 1 if anything failed. Main thread only.
 
     Raises: ConfigError.
     """
@@ -119,13 +125,38 @@ def run(compare: Compare) -> int:
         raise ConfigError(f"cannot write to --output {compare.output}: {error.strerror}") from None
     progress = _Progress(Deadline(compare.time_limit_s))
     sessions = sessions_of(compare.group, loads, compare.rounds, compare.peer is not None)
+    try:
+        with _stoppable():
+            _run_sessions(compare, sessions, models, progress)
+    finally:
+        _report(compare, loads, progress)
+    return 1 if progress.failures else 0
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends the block like an exception, so that no server is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_sessions(
+    compare: Compare, sessions: Sequence[Session], models: Mapping[str, Model], progress: _Progress
+) -> None:
     for index, session in enumerate(sessions):
         label = f"{session.side}, {session.model}, {session.variant}"
         try:
+            progress.deadline.check("not started")
             _run_session(compare, session, models[session.model], progress, sessions[index + 1 :])
         except SideError as error:
-            progress.failures.append(f"{label}: {error}")
-            _say(f"{label}: FAILED: {error}")
+            progress.fail(f"{label}: {error}")
+
+
+def _report(compare: Compare, loads: dict[str, tuple[Load, ...]], progress: _Progress) -> None:
+    """Prints and writes what there is."""
     peer_name = compare.peer.name if compare.peer is not None else None
     table = format_table(rows_of(compare.group, loads), progress.measurements, peer_name)
     sizes = f", sizes divided by {compare.divisor}" if compare.divisor > 1 else ""
@@ -133,7 +164,6 @@ def run(compare: Compare) -> int:
     for failure in progress.failures:
         sys.stdout.write(f"failed: {failure}\n")
     _write_result(compare, progress, table)
-    return 1 if progress.failures else 0
 
 
 def _read_model(compare: Compare, key: str) -> Model:
@@ -174,7 +204,10 @@ def _run_session(
                 _say(f"{label}: no time for round {number + 1}")
                 break
             for load in session.loads:
-                _measure(compare, session, running, load, number, progress)
+                try:
+                    _measure(compare, session, running, load, number, progress)
+                except LoadError as error:
+                    progress.fail(f"{label}: {error}")
     record["after"] = card_state()
 
 

@@ -26,6 +26,10 @@ _SETTLING_STEPS = 2
 """Steps after the last prompt's first token that are not counted."""
 
 
+class MeasurementError(Exception):
+    """What came is not what was to be measured."""
+
+
 class Engine(Protocol):
     """What a side can do."""
 
@@ -51,11 +55,22 @@ def serve_tasks(make_engine: Callable[[argparse.Namespace], Engine]) -> None:
         engine = make_engine(options)
         answers.write(json.dumps({"ready": engine.name}) + "\n")
         for line in sys.stdin:
-            answers.write(json.dumps(run_task(engine, json.loads(line))) + "\n")
+            answers.write(json.dumps(_answer(engine, json.loads(line))) + "\n")
+
+
+def _answer(engine: Engine, task: dict[str, Any]) -> dict[str, Any]:
+    """What one task yields: figures, or an `error` that leaves the engine usable."""
+    try:
+        return run_task(engine, task)
+    except MeasurementError as error:
+        return {"error": str(error)}
 
 
 def run_task(engine: Engine, task: dict[str, Any]) -> dict[str, float]:
-    """Figures of one task: `kind`, `num_prompts`, `input_len`, `output_len`, `vocab_size`, `seed`."""
+    """Figures of one task: `kind`, `num_prompts`, `input_len`, `output_len`, `vocab_size`, `seed`.
+
+    Raises: MeasurementError.
+    """
     prompts = random_prompts(task["num_prompts"], task["input_len"], task["vocab_size"], task["seed"])
     if task["kind"] == "decode":
         return _decode(engine, prompts, task["output_len"])
@@ -63,7 +78,7 @@ def run_task(engine: Engine, task: dict[str, Any]) -> dict[str, float]:
     num_output = engine.generate(prompts, task["output_len"])
     elapsed_s = time.perf_counter() - started_s
     if num_output != len(prompts) * task["output_len"]:
-        raise RuntimeError(f"{num_output} tokens came, not {task['output_len']} for each of {len(prompts)} prompts")
+        raise MeasurementError(f"{num_output} tokens came, not {task['output_len']} for each of {len(prompts)} prompts")
     num_input = sum(map(len, prompts))
     return {
         "elapsed_s": elapsed_s,
@@ -85,7 +100,7 @@ def _decode(engine: Engine, prompts: Prompts, output_len: int) -> dict[str, floa
     engine.generate(prompts, 1)
     times_ms = pure_decode_ms(engine.steps(prompts, output_len), len(prompts))
     if not times_ms:
-        raise RuntimeError(f"no step decoded all {len(prompts)} sequences and nothing else")
+        raise MeasurementError(f"no step decoded all {len(prompts)} sequences and nothing else")
     ordered = sorted(times_ms)
     return {
         "step_ms": statistics.median(ordered),

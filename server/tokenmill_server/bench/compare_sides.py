@@ -35,6 +35,10 @@ class SideError(TokenmillError):
     """A side could not start, failed or took too long."""
 
 
+class LoadError(SideError):
+    """One load failed; the side can still run others."""
+
+
 class Deadline:
     """How much time is left."""
 
@@ -66,7 +70,7 @@ class Running(Protocol):
     """From the command to the first answer."""
 
     def measure(self, load: Load, seed: int) -> Figures:
-        """Runs one load. Raises SideError."""
+        """Runs one load. Raises SideError, or LoadError where the next one may be tried."""
 
     def describe(self, load: Load, seed: int) -> str:
         """The command or the task that `measure` runs."""
@@ -111,6 +115,10 @@ def _end(process: "subprocess.Popen[str]") -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(alive, timeout=_REAP_S)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+                pipe.close()
 
 
 def _log_tail(log_file: Path) -> str:
@@ -166,10 +174,10 @@ class RunningServer:
             except subprocess.TimeoutExpired:
                 raise SideError(f"{load.name}: the time limit was reached") from None
             if done.returncode:
-                raise SideError(f"{load.name}: the load generator failed: {done.stderr[-_LOG_TAIL_CHARS:].strip()}")
+                raise LoadError(f"{load.name}: the load generator failed: {done.stderr[-_LOG_TAIL_CHARS:].strip()}")
             result = json.loads((Path(folder) / "result.json").read_text())
         if result["failed"]:
-            raise SideError(f"{load.name}: {result['failed']} of {load.num_prompts} requests failed: {done.stderr}")
+            raise LoadError(f"{load.name}: {result['failed']} of {load.num_prompts} requests failed: {done.stderr}")
         return {key: value for key, value in result.items() if isinstance(value, int | float)}
 
     def describe(self, load: Load, seed: int) -> str:
@@ -243,7 +251,10 @@ class RunningDriver:
             self._process.stdin.flush()
         except OSError:
             raise SideError(f"{load.name}: the driver has ended:\n{_log_tail(self._log_file)}") from None
-        return self._answer(load.name)
+        answer = self._answer(load.name)
+        if "error" in answer:
+            raise LoadError(f"{load.name}: {answer['error']}")
+        return answer
 
     def describe(self, load: Load, seed: int) -> str:
         """The task as the driver reads it."""

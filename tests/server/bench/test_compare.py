@@ -1,0 +1,162 @@
+"""Whole comparisons, with real processes on both sides: stubs that stream at a known pace, or ourselves."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.scripted_peer import write_scripted_peer
+from tests.support.tiny_models import cached_tiny_model
+from tokenmill_server.bench import cli, compare
+
+pytestmark = pytest.mark.slow
+
+STUB = "{python} -m tests.support.stub_server --port {port}"
+SIZES = ["--shrink", "64", "--time-limit", "60"]
+TINY = ["--dtype", "float32", "--max-model-len", "128"]
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    """A model folder with all that a comparison of stubs reads."""
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 1000}')
+    return str(folder)
+
+
+@pytest.fixture
+def our_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our server is a stub that takes 2 ms for a token."""
+    monkeypatch.setattr(compare, "_OUR_SERVER", f"{STUB} --token-ms 2")
+
+
+def run(output: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """The written result."""
+    assert cli.main(["compare", "--output", str(output), "--peer-python", sys.executable, *arguments]) == status
+    result: dict[str, Any] = json.loads((output / "result.json").read_text())
+    return result
+
+
+def figures(result: dict[str, Any], side: str, load: str, metric: str) -> list[float]:
+    return [
+        each["figures"][metric]
+        for each in result["measurements"]
+        if each["side"] == side and each["load"] == load and metric in each["figures"]
+    ]
+
+
+@pytest.mark.usefixtures("our_stub")
+def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    peer = ["--peer", "Stub", "--peer-command", f"{STUB} --token-ms 20"]
+    result = run(output, "--group", "online8b", "--model-8b", shape, "--rounds", "2", *SIZES, *peer)
+    load = "8b 256 clients 1024/128"
+    for side, token_ms in (("ours", 2), ("peer", 20)):
+        assert len(figures(result, side, load, "p50_itl_ms")) == 2
+        assert all(token_ms <= itl_ms for itl_ms in figures(result, side, load, "p50_itl_ms"))
+        assert figures(result, side, load, "completed") == [12, 12]
+        assert figures(result, side, load, "total_output_tokens") == [24, 24]
+    assert [len(figures(result, "ours", "start", name)) for name in ("empty_s", "kept_s")] == [1, 1]
+    assert [session["side"] for session in result["sessions"]] == ["ours", "peer", "ours"]
+    assert {session["version"] for session in result["sessions"]} == {"stub 1.0"}
+    assert "bench serve" in result["measurements"][1]["command"]
+    printed = capsys.readouterr().out
+    assert "\n".join(result["table"]) in printed
+    assert "| | Tokenmill | Stub | ratio |" in printed
+    assert "sizes divided by 64" in printed
+
+
+@pytest.mark.usefixtures("our_stub")
+def test_each_round_has_prompts_of_its_own(shape: str, tmp_path: Path) -> None:
+    sizes = ["--group", "online8b", "--model-8b", shape, "--rounds", "3", *SIZES, "--select", "1 client"]
+    result = run(tmp_path / "out", *sizes, "--peer", "none")
+    commands = [each["command"] for each in result["measurements"] if each["load"] != "start"]
+    seeds = [command.split("--seed ")[1].split()[0] for command in commands]
+    assert len(seeds) == len(set(seeds)) == 3
+
+
+@pytest.mark.usefixtures("our_stub")
+def test_a_peer_that_does_not_start_is_told_and_ours_is_measured(
+    shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--group", "online1b", "--model-1b", shape, "--rounds", "1", *SIZES]
+    result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --fail", status=1)
+    assert len(result["failures"]) == 2
+    assert "status 1 while starting" in result["failures"][0]
+    assert "no room for the weights" in result["failures"][0]
+    assert len(figures(result, "ours", "1b 256 clients 128/256", "output_throughput")) == 2
+    assert "failed: peer, 1b, default flags" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("our_stub")
+def test_rounds_that_do_not_fit_are_left_out(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "_GUESSED_START_S", {"ours": 1.0, "peer": 58.0})
+    arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "5", "--select", "1 client", *SIZES]
+    result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --token-ms 1")
+    assert len(figures(result, "ours", "8b 1 client 1024/128", "p50_ttft_ms")) == 1 + 2
+    assert len(figures(result, "peer", "8b 1 client 1024/128", "p50_ttft_ms")) == 5
+    assert "no time for round 2" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("our_stub")
+def test_the_time_limit_ends_a_peer_that_hangs(shape: str, tmp_path: Path) -> None:
+    arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "1", "--shrink", "64", "--time-limit", "4"]
+    result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --start-s 300", status=1)
+    assert "the time limit was reached" in result["failures"][0]
+    assert [child for child in psutil.Process().children() if "stub_server" in " ".join(child.cmdline())] == []
+
+
+def test_a_comparison_that_is_stopped_leaves_nothing_behind(shape: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenmill", "bench", "compare", "--group", "online8b", "--model-8b", shape]
+    command += ["--output", str(tmp_path / "out"), "--peer-python", sys.executable, "--peer-command"]
+    process = subprocess.Popen(
+        [*command, f"{STUB} --start-s 300"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 30
+    while not children and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert children
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert (tmp_path / "out" / "result.json").exists()
+
+
+def test_offline_sides(tmp_path: Path) -> None:
+    model = str(cached_tiny_model("llama"))
+    site = write_scripted_peer(tmp_path / "site")
+    engine = '--args=--engine-args \'{"device": "cpu", "kv_cache_memory_bytes": "32m"}\''
+    arguments = ["--group", "offline", "--model-8b", model, "--rounds", "1", "--shrink", "16", "--select", "8b"]
+    result = run(tmp_path / "out", *arguments, *TINY, engine, "--peer-env", f"PYTHONPATH={site}")
+    assert [session["version"].split()[0] for session in result["sessions"]] == ["Tokenmill", "vLLM"]
+    for side in ("ours", "peer"):
+        assert figures(result, side, "8b 512 x 128/128", "output_tok_s")[0] > 0
+        assert figures(result, side, "8b 256 x 1024/1", "input_tok_s")[0] > 0
+        assert figures(result, side, "8b decode 256", "num_steps")[0] >= 4
+    assert 18.0 <= figures(result, "peer", "8b decode 256", "step_ms")[0] < 40.0  # 2 ms and 1 ms for each of 16
+    assert len(result["table"]) == 2 + 8
+
+
+def test_ourselves_as_the_peer(tmp_path: Path) -> None:
+    model = str(cached_tiny_model("llama"))
+    flags = "--device cpu --kv-cache-memory-bytes 32m"
+    ourselves = "{python} -m tokenmill serve {model} --served-model-name {name} --load-format dummy --dtype {dtype}"
+    ourselves += " --max-model-len {max_model_len} --port {port}"
+    arguments = ["--group", "online1b", "--model-1b", model, "--rounds", "1", "--shrink", "16", *TINY]
+    arguments += [f"--args={flags}", f"--peer-args={flags}", "--peer-command", ourselves, "--prompt-format", "text"]
+    result = run(tmp_path / "out", *arguments)
+    for side in ("ours", "peer"):
+        assert figures(result, side, "1b 256 clients 128/256", "completed") == [128, 128]
+        assert figures(result, side, "1b 256 clients 128/256", "total_output_tokens") == [2048, 2048]
+    assert len(result["table"]) == 2 + 15

@@ -1,0 +1,94 @@
+import pytest
+
+from tokenmill_server.bench.compare_plan import (
+    DEFAULT,
+    FOUR_SERVERS,
+    GROUPS,
+    ONE_SERVER,
+    START,
+    Group,
+    loads_of,
+    rows_of,
+    sessions_of,
+)
+
+
+def order(group: Group, rounds: int, with_peer: bool = True) -> list[tuple[str, str, str, list[int], str]]:
+    sessions = sessions_of(group, loads_of(group, [], 1), rounds, with_peer)
+    return [(each.side, each.model, each.variant, list(each.rounds), each.cache) for each in sessions]
+
+
+def test_offline_turns() -> None:
+    assert order("offline", 3) == [
+        ("ours", "8b", DEFAULT, [0, 1], "default"),
+        ("peer", "8b", DEFAULT, [0, 1, 2], "default"),
+        ("ours", "8b", DEFAULT, [2], "default"),
+        ("ours", "1b", DEFAULT, [0, 1], "default"),
+        ("peer", "1b", DEFAULT, [0, 1, 2], "default"),
+        ("ours", "1b", DEFAULT, [2], "default"),
+    ]
+    assert [each[0] for each in order("offline", 1)] == ["ours", "peer"] * 2
+    assert [each[0] for each in order("offline", 3, with_peer=False)] == ["ours"] * 2
+
+
+def test_online_turns() -> None:
+    assert order("online8b", 3) == [
+        ("ours", "8b", DEFAULT, [0, 1], "empty"),
+        ("peer", "8b", DEFAULT, [0, 1, 2], "default"),
+        ("ours", "8b", DEFAULT, [2], "kept"),
+    ]
+    assert order("online8b", 1, with_peer=False) == [
+        ("ours", "8b", DEFAULT, [0], "empty"),
+        ("ours", "8b", DEFAULT, [], "kept"),
+    ]
+    assert [each[:3] for each in order("online1b", 3)] == [
+        ("ours", "1b", DEFAULT),
+        ("peer", "1b", DEFAULT),
+        ("ours", "1b", ONE_SERVER),
+        ("peer", "1b", FOUR_SERVERS),
+    ]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5])
+def test_every_side_runs_every_round_once(group: Group, rounds: int) -> None:
+    seen: dict[tuple[str, str, str], list[int]] = {}
+    for side, model, variant, its_rounds, _ in order(group, rounds):
+        seen.setdefault((side, model, variant), []).extend(its_rounds)
+    assert all(its_rounds == list(range(rounds)) for its_rounds in seen.values())
+
+
+def test_flags_of_a_variant() -> None:
+    sessions = sessions_of("online1b", loads_of("online1b", [], 1), 1, True)
+    assert [each.flags for each in sessions] == [
+        (),
+        (),
+        ("--api-server-count", "1"),
+        ("--api-server-count", "4"),
+    ]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_row_has_its_sessions(group: Group) -> None:
+    loads = loads_of(group, [], 1)
+    sessions = sessions_of(group, loads, 1, True)
+    measured = {(each.side, each.variant, load.name) for each in sessions for load in each.loads}
+    for row in rows_of(group, loads):
+        if row.load != START:
+            assert {("ours", row.ours, row.load), ("peer", row.peer, row.load)} <= measured
+    titles = [row.title for row in rows_of(group, loads)]
+    assert len(set(titles)) == len(titles)
+
+
+def test_selection_and_sizes() -> None:
+    loads = loads_of("offline", ["1b decode", "512 x"], 1)
+    assert [load.name for load in loads["8b"]] == ["8b 512 x 128/128"]
+    assert [load.num_prompts for load in loads["1b"]] == [512, 1, 8, 32, 128, 256]
+    assert loads_of("online8b", ["no such load"], 1) == {}
+    small = loads_of("online8b", [], 64)["8b"]
+    assert [(load.num_prompts, load.input_len, load.output_len, load.concurrency) for load in small] == [
+        (12, 16, 2, 4),
+        (1, 16, 2, 1),
+    ]
+    decode = loads_of("offline", ["8b decode 256"], 64)["8b"][0]
+    assert (decode.num_prompts, decode.input_len, decode.output_len) == (4, 16, 16)
