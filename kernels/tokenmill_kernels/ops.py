@@ -9,10 +9,11 @@ unless stated otherwise; arithmetic accumulates in float32. Matrices are row-maj
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -36,6 +37,7 @@ __all__ = [
     "pack_linear",
     "paged_attention",
     "plan_attention",
+    "prepare_linears",
     "rms_norm",
     "rotary_kv_write",
     "silu_mul",
@@ -305,6 +307,15 @@ def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch
         indices: torch.Tensor = _gpu().linear.linear_argmax(x, _plain(weight))
         return indices
     return cpu.linear_argmax(x, weight).to(torch.int32)
+
+
+def prepare_linears(
+    shapes: Iterable[tuple[Literal["linear", "gated", "argmax"], int, int]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Lets the linear functions choose well for weights of `shapes`: (use, N, K). On CUDA, measures those whose fastest
+    implementation on this card is not known yet, and keeps the results for later processes. Not during a capture."""
+    if device.type == "cuda":
+        _gpu().linear.prepare(shapes, dtype, device)
 
 
 def _plain(weight: torch.Tensor | PackedWeight) -> torch.Tensor:

@@ -95,6 +95,11 @@ class ChoiceTable:
                 return entries[key]
         return self._rules[f"{problem.kind} {block_t}"]
 
+    def candidates(self, kind: Kind, block_t: int) -> list[StreamConfig]:
+        """Tiles worth a try for a shape that is not known."""
+        tried = [config for key, config in self._shipped.items() if key.split()[::2] == [kind, str(block_t)]]
+        return [config for config in dict.fromkeys([self._rules[f"{kind} {block_t}"], *tried]) if config is not None]
+
     def remember(self, measured: Entries) -> None:
         """Adds measurements, for this process and, in the file, for later ones."""
         self._measured |= measured

@@ -1,0 +1,105 @@
+"""Measures which implementation multiplies a matrix fastest, for shapes that the tables do not know. Once per card."""
+
+# mypy: allow-untyped-calls
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from tokenmill_kernels.gpu.linear_choice import (
+    TOKEN_BLOCKS,
+    ChoiceTable,
+    Kind,
+    Problem,
+    StreamConfig,
+    can_stream_dtype,
+    choice_table,
+)
+from tokenmill_kernels.gpu.linear_library import library_argmax, library_gated_linear, library_linear
+from tokenmill_kernels.gpu.linear_stream import can_stream, stream_argmax, stream_linear
+
+logger = logging.getLogger(__name__)
+
+_COLD_BYTES = 128 << 20
+"""A measurement walks matrices of that many bytes together, so that they come from memory and not from a cache."""
+_ROUNDS = 5
+
+Call = Callable[[torch.Tensor, torch.Tensor], object]
+"""A function of tokens and weight."""
+
+
+def prepare(problems: Iterable[Problem], dtype: torch.dtype, device: torch.device) -> int:
+    """Measures what no table knows about `problems` and keeps the results; returns how many choices that were.
+
+    Takes device memory for the largest matrix, and milliseconds per choice once kernels are compiled.
+    """
+    table = choice_table(device)
+    unknown = [
+        (problem, block_t)
+        for problem in dict.fromkeys(problems)
+        for block_t in TOKEN_BLOCKS
+        if can_stream_dtype(dtype, device) and not table.is_known(problem, block_t)
+    ]
+    if not unknown:
+        return 0
+    started = time.monotonic()
+    bench = _Bench(max(_COLD_BYTES // dtype.itemsize, *(p.num_rows * p.k_size for p, _ in unknown)), dtype, device)
+    table.remember({problem.key(block_t): bench.fastest(problem, block_t, table) for problem, block_t in unknown})
+    logger.info("measured the fastest of %d matrix kernels in %.1f s", len(unknown), time.monotonic() - started)
+    return len(unknown)
+
+
+class _Bench:
+    """Times implementations on random matrices."""
+
+    def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numbers = torch.empty(num_elements, dtype=dtype, device=device).normal_(0, 0.02)
+        self._stream = torch.cuda.Stream(device)
+
+    def fastest(self, problem: Problem, block_t: int, table: ChoiceTable) -> StreamConfig | None:
+        """The fastest of what the table uses for such problems, None if that is the library."""
+        size = problem.num_rows * problem.k_size
+        weights = [
+            self._numbers[first : first + size].view(problem.num_rows, problem.k_size)
+            for first in range(0, max(_COLD_BYTES // self._numbers.itemsize - size, 0) + 1, size)
+        ]
+        x = torch.randn(block_t, problem.k_size, device=self._numbers.device).to(self._numbers.dtype)
+        if not can_stream(x, weights[0]):
+            return None
+        options = [None, *table.candidates(problem.kind, block_t)]
+        times = {config: self._time(_call(problem.kind, config), x, weights) for config in options}
+        return min(times, key=times.__getitem__)
+
+    def _time(self, call: Call, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
+        """Milliseconds for all weights, from a graph, as steps run."""
+        with torch.cuda.stream(self._stream):
+            call(x, weights[0])
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            for weight in weights:
+                call(x, weight)
+            graph.capture_end()
+            graph.replay()
+            times: list[float] = []
+            for _ in range(_ROUNDS):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end))
+        return statistics.median(times)
+
+
+def _call(kind: Kind, config: StreamConfig | None) -> Call:
+    """What is timed, by the library if `config` is None."""
+    if kind == "argmax":
+        return library_argmax if config is None else partial(stream_argmax, config=config)
+    if config is not None:
+        return partial(stream_linear, bias=None, config=config, gated=kind == "gated")
+    return partial(library_gated_linear if kind == "gated" else library_linear, bias=None)
