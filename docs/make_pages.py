@@ -56,7 +56,9 @@ def metrics_page() -> Iterator[str]:
     """Chunks of docs/metrics.md."""
     yield (DOCS / "metrics.head.md").read_text()
     engine, frontend = CollectorRegistry(), CollectorRegistry()
-    EngineMetrics("m", 0, 8192, registry=engine).set_cache_config({})
+    metrics = EngineMetrics("m", 0, 8192, registry=engine)
+    metrics.set_startup({"load": 0.0})
+    metrics.set_cache_config({})
     FrontendMetrics("m", 1, 8192, registry=frontend).observe_http("/health", "GET", 200, 0.0)
     for title, registry in (("From the engine cores", engine), ("From the API servers", frontend)):
         yield f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"

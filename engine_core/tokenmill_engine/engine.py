@@ -242,6 +242,7 @@ class _Recorder:
                 ),
             }
         )
+        self._metrics.set_startup(capacity.phases)
         self._num_preemptions = 0
         self._prefix_queries = 0
         self._prefix_hits = 0

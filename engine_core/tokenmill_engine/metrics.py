@@ -205,7 +205,9 @@ class EngineMetrics:
         self._registry = registry or CollectorRegistry()
         self._prefixes = _prefixes(namespaces)
         self._engine = str(engine)
-        build = _Builder(self._prefixes, {"model_name": model_name, "engine": self._engine}, self._registry)
+        self._build = build = _Builder(
+            self._prefixes, {"model_name": model_name, "engine": self._engine}, self._registry
+        )
         self._add_state(build)
         self._add_token_counters(build)
         self._add_request_histograms(build, token_count_buckets(max_model_len))
@@ -295,6 +297,18 @@ class EngineMetrics:
 
     def count_finish(self, reason: FinishReason) -> None:
         self._finished[str(reason)].inc()
+
+    def set_startup(self, phases: Mapping[str, float]) -> None:
+        """Publish how long each phase of the start took, in seconds, by its name."""
+        if not phases:
+            return
+        series = self._build.gauges(
+            "startup_seconds",
+            "Phases of the start, one after the other from the command on; the last ends when the engine can serve.",
+            [{"phase": phase} for phase in phases],
+        )
+        for gauge, seconds in zip(series, phases.values(), strict=True):
+            gauge.set(seconds)
 
     def set_cache_config(self, values: Mapping[str, object]) -> None:
         """Publish the KV cache's configuration as labels of `cache_config_info`."""

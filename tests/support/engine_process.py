@@ -139,6 +139,8 @@ class RunningEngine:
     ready: EngineReady
     run_dir: str
     log: Path
+    started_s: float
+    """Seconds from the command to the message that it is ready."""
 
     @property
     def pid(self) -> int:
@@ -153,10 +155,11 @@ class RunningEngine:
 @contextmanager
 def running_engine(config: EngineConfig) -> Iterator[RunningEngine]:
     """An engine core process that is ready; killed on leaving if it still runs."""
+    began = time.monotonic()
     with started_engine(config) as (child, run_dir, log):
         ready = child.channel.receive()
         assert isinstance(ready, EngineReady), ready
-        yield RunningEngine(child, ready, run_dir, log)
+        yield RunningEngine(child, ready, run_dir, log, time.monotonic() - began)
 
 
 @contextmanager

@@ -52,8 +52,13 @@ def test_it_says_what_it_can_hold(engine: RunningEngine) -> None:
     ready = engine.ready
     assert (ready.engine, ready.max_model_len, ready.num_gpu_blocks, ready.block_size) == (0, 50_000, 4096, 16)
     assert ready.kv_cache_tokens == 65536
-    assert ready.startup_s["import"] > 0
-    assert {"load", "warmup"} <= set(ready.startup_s)
+    assert {"launch", "configure", "import", "load", "warmup"} <= set(ready.startup_s)
+    assert all(seconds >= 0 for seconds in ready.startup_s.values())
+    assert sum(ready.startup_s.values()) <= engine.started_s
+    values = render_metrics(os.path.join(engine.run_dir, "metrics")).decode()
+    for phase, seconds in ready.startup_s.items():
+        labels = f'engine="0",model_name="tiny",phase="{phase}"'
+        assert f"tokenmill:startup_seconds{{{labels}}} {seconds}" in values
     assert psutil.Process(engine.pid).cmdline()[0].startswith("tokenmill: engine core 0")
 
 
