@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+LinearUse = Literal["linear", "gated", "argmax"]
+"""Of a weight: by `linear`, `gated_linear` or `linear_argmax`."""
+
+
 @dataclass(slots=True, frozen=True)
 class _GpuModules:
     norm: ModuleType
@@ -309,9 +313,7 @@ def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch
     return cpu.linear_argmax(x, weight).to(torch.int32)
 
 
-def prepare_linears(
-    shapes: Iterable[tuple[Literal["linear", "gated", "argmax"], int, int]], dtype: torch.dtype, device: torch.device
-) -> None:
+def prepare_linears(shapes: Iterable[tuple[LinearUse, int, int]], dtype: torch.dtype, device: torch.device) -> None:
     """Lets the linear functions choose well for weights of `shapes`: (use, N, K). On CUDA, measures those whose fastest
     implementation on this card is not known yet, and keeps the results for later processes. Not during a capture."""
     if device.type == "cuda":

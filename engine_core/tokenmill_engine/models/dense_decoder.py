@@ -106,6 +106,16 @@ class DenseDecoder:
             for linear in layer.linears():
                 linear.finalize()
 
+    def linear_shapes(self) -> list[tuple[ops.LinearUse, int, int]]:
+        """(use, rows, columns) of every kind of weight matrix, as loaded; for `ops.prepare_linears`."""
+        qkv, output, gate_up, down = self.layers[0].linears()
+        head = self.head_rows.weight
+        uses: list[tuple[ops.LinearUse, torch.Tensor | ops.PackedWeight]] = [
+            ("linear", qkv.weight), ("linear", output.weight), ("gated", gate_up.weight), ("linear", down.weight),
+            ("linear", head), ("argmax", head),
+        ]  # fmt: skip
+        return [(use, *weight.shape) for use, weight in uses]
+
     def distinct_layers(self) -> list[int]:
         """Layers which between them launch every kernel that the whole model does."""
         first_of_each = {spec: layer for layer, spec in reversed(list(enumerate(self.kv_specs)))}

@@ -25,6 +25,7 @@ from tokenmill_engine.worker.model_runner import ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, MOST_MEMORY, prefill_sizes, prompt_lengths, rehearsal_plan
 from tokenmill_engine.worker.shapes import Ladder, exact_shape
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_kernels import ops
 from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead, keep_compiled_kernels
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class CudaBackend:
         """Run every kernel that steps of all sizes will need, on few layers and no requests: so they are compiled and
         loaded, and libraries have their work space on the streams that run and capture."""
         self._inputs.clear()
+        ops.prepare_linears(self._model.linear_shapes(), self._model.dtype, self.device)
         few = steps.excerpt()
         calls = [call for _, call in few.graph_calls()]
         calls += [partial(few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._prefill_plans()]

@@ -189,6 +189,20 @@ def test_the_most_likely_token_is_that_of_the_logits() -> None:
     assert model.argmax_token(hidden).tolist() == model.compute_logits(hidden).argmax(dim=-1).tolist()
 
 
+def test_linear_shapes_are_those_of_the_weights() -> None:
+    model = load_op_by_op(cached_tiny_model("qwen2", **QWEN_WINDOW))
+    shape, hidden = model.architecture, model.architecture.hidden_size
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    assert model.linear_shapes() == [
+        ("linear", heads * shape.head_dim, hidden),
+        ("linear", hidden, shape.num_heads * shape.head_dim),
+        ("gated", 2 * shape.intermediate_size, hidden),
+        ("linear", hidden, shape.intermediate_size),
+        ("linear", shape.vocab_size, hidden),
+        ("argmax", shape.vocab_size, hidden),
+    ]
+
+
 def test_logits_are_float32_whatever_the_weights_are() -> None:
     model = load_on_cpu(cached_tiny_model("llama"), dtype="bfloat16")
     assert model.compute_logits(torch.zeros(2, 64, dtype=torch.bfloat16)).dtype == torch.float32
