@@ -84,11 +84,13 @@ def try_to_complete(server: Server) -> httpx.Response | None:
         return None
 
 
-@pytest.mark.parametrize("moment", ["loading", "idle", "busy"])
+@pytest.mark.parametrize("moment", ["spawned", "loading", "idle", "busy"])
 def test_killed_launcher(tiny_model: Path, moment: str) -> None:
     """Within 10 s no process and no file is left, and a restart on the same port serves."""
     arguments = (str(tiny_model), *TINY_FLAGS, "-asc", "4")
-    with traced_server(*arguments, wait=moment != "loading") as (server, folder):
+    with traced_server(*arguments, wait=moment in ("idle", "busy")) as (server, folder):
+        if moment == "spawned":
+            wait_for(server.descendants, 30, "the engine core's process")
         if moment == "loading":
             wait_for(lambda: len(server.descendants()) == 5, 30, "five child processes")
         if moment == "busy":

@@ -163,13 +163,14 @@ def running_engine(config: EngineConfig) -> Iterator[RunningEngine]:
 
 
 @contextmanager
-def started_engine(config: EngineConfig) -> Iterator[tuple[ChildProcess[FromEngine], str, Path]]:
-    """An engine core process that was told what to do; its run directory and the file it logs to."""
+def started_engine(config: EngineConfig, **variables: str) -> Iterator[tuple[ChildProcess[FromEngine], str, Path]]:
+    """An engine core process that was told what to do; its run directory and the file it logs to. `variables` are added
+    to its environment."""
     run_dir = tempfile.mkdtemp(prefix="tm-test-", dir="/tmp")
     log = Path(run_dir) / "log"
     metrics = Path(run_dir) / "metrics"
     metrics.mkdir()
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics), **variables}
     began = time.monotonic()
     stderr = os.dup(2)
     with log.open("wb") as file:

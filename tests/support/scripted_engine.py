@@ -16,6 +16,7 @@ from tokenmill_engine.messages import ClientGone, EngineReady
 
 def main() -> None:
     channel = begin("scripted engine", EngineStart)
+    note(f"engine process pid {os.getpid()}")
     start: EngineStart = channel.receive()
     behaviour = os.environ["CHILD_ENGINE"]
     if behaviour == "refuse":

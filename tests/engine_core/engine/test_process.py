@@ -5,8 +5,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -174,6 +177,19 @@ def test_forced_preemption_changes_nothing(asynchronous: bool) -> None:
     assert together == alone
 
 
+PARENT = """
+import sys, time
+from tokenmill_engine.ipc.child import spawn_child
+from tokenmill_engine.ipc.control import FromEngine
+child = spawn_child("tokenmill_engine.process", FromEngine, args=["--run-dir", sys.argv[1]])
+print(child.process.pid, flush=True)
+sys.stdin.readline()
+child.channel.close()
+child.process.wait()
+"""
+"""A launcher that never says what the engine core is to be."""
+
+
 class TestStart:
     def test_a_model_that_is_not_there_is_one_readable_line(self) -> None:
         config = tiny_engine_config()
@@ -217,6 +233,33 @@ class TestStart:
             assert child.process.wait(timeout=5) == 0
             with pytest.raises(ChannelClosedError):
                 child.channel.receive()
+
+    def test_before_it_is_configured_it_ends_with_the_launcher_and_removes_its_folder(self, tmp_path: Path) -> None:
+        """However the launcher ends: it was killed, or the configuration turned out to be wrong."""
+        for how in ("process.kill()", "child.channel.close()"):
+            run_dir = tmp_path / "run"
+            run_dir.mkdir()
+            with subprocess.Popen(
+                [sys.executable, "-c", PARENT, str(run_dir)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+            ) as parent:
+                assert parent.stdout is not None
+                child = psutil.Process(int(parent.stdout.readline()))
+                if how == "process.kill()":
+                    parent.kill()
+                else:
+                    parent.communicate("close\n")
+                psutil.wait_procs([child], timeout=5)
+            assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+            assert not run_dir.exists()
+
+    def test_libraries_that_cannot_be_imported_are_one_readable_line(self, tmp_path: Path) -> None:
+        (tmp_path / "torch.py").write_text("raise ImportError('libsomething.so.1: cannot open shared object file')")
+        with started_engine(tiny_engine_config(), PYTHONPATH=str(tmp_path)) as (child, _, _):
+            answer = child.channel.receive()
+            assert isinstance(answer, StartFailed)
+            assert answer.message == (
+                "engine core 0 cannot start: ImportError: libsomething.so.1: cannot open shared object file"
+            )
 
     def test_it_ends_when_the_launcher_closes_the_channel(self) -> None:
         with running_engine(tiny_engine_config()) as engine:

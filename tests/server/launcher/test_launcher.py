@@ -125,8 +125,27 @@ def test_failed_starts_end_with_one_readable_line(engine: str, api: str, last_li
         assert run.log.splitlines()[-1] == last_line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--max-model-len", "999999999"), "error: --max-model-len 999999999 is more than the 8192 positions"),
+        (("-dp", "256", "--kv-cache-memory-bytes", str(1 << 40)), "error: weights and KV cache need "),
+        (("--host", "no.such.host.invalid"), "error: "),
+    ],
+)
+def test_wrong_configurations_are_told_though_engine_cores_run_already(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    """One line, nothing left, and no more processes than cores for a number that may be a slip."""
+    with launched(*arguments, engine="crash") as run:
+        run.wait(1)
+        assert run.log.splitlines()[-1].startswith(message)
+        assert "engine core" not in run.log
+        assert run.children_log.count("engine process") <= (0 if "-dp" in arguments else 1)
+
+
 def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:
-    with launched("-dp", "2") as run:
+    with launched("-dp", "2", "-asc", "2") as run:
         run.wait_for("is ready at")
         killed = time.monotonic()
         os.kill(run.pid("engine 1"), signal.SIGKILL)
@@ -138,7 +157,7 @@ def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:
 
 
 def test_dead_api_server_is_replaced_and_its_requests_are_dropped() -> None:
-    with launched("-dp", "2") as run:
+    with launched("-dp", "2", "-asc", "2") as run:
         run.wait_for("is ready at")
         os.kill(run.pid("api 1.0"), signal.SIGKILL)
         run.wait_for(r"api 1\.1 hears EnginesReady")
