@@ -7,8 +7,7 @@ import triton.language as tl
 
 from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 
-_VECTOR_BYTES = 16
-_FEW_ROWS = 512
+_BYTES_PER_THREAD = 32
 
 
 @triton.jit
@@ -49,9 +48,6 @@ def _launch(
     num_rows, width = out.shape
     assert x.stride(1) == out.stride(1) == 1
     block = triton.next_power_of_2(width)
-    # Few rows are a matter of latency, so every thread has one vector; many rows want fewer, busier threads.
-    vectors_per_thread = 1 if num_rows <= _FEW_ROWS else 2
-    threads = block * x.element_size() // (_VECTOR_BYTES * vectors_per_thread)
     _rms_norm_kernel[(num_rows,)](
         out,
         total,
@@ -66,7 +62,7 @@ def _launch(
         eps,
         width=width,
         block=block,
-        num_warps=min(max(threads // 32, 1), 16),
+        num_warps=min(max(block * x.element_size() // (32 * _BYTES_PER_THREAD), 1), 16),
         **launch_options(x.device),
     )
 

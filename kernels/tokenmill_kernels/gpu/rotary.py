@@ -9,7 +9,7 @@ import triton.language as tl
 from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 
 _HEADS_PER_PROGRAM = 8
-_NUM_WARPS = 2
+_NUM_WARPS = 4
 _LARGEST_E4M3 = tl.constexpr(448.0)
 
 
