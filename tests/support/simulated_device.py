@@ -3,14 +3,24 @@
 Time is simulated: a step ends when the device, which does one after the other, is done with it.
 """
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tokenmill_engine.outputs import StepPlan, StepResult
+from tests.support.api_server import engine_config
+from tokenmill_engine.config.engine import SchedulerConfig
+from tokenmill_engine.engine import EngineCore
+from tokenmill_engine.ipc.ids import make_request_id
+from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
+from tokenmill_engine.messages import AddRequest, SamplingParams, StepOutput
+from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
 from tokenmill_engine.scheduler.cost_model import StepWork, work_of
 
+_CHECKED_STEPS = 64
+"""Invariants are checked after every so many steps: looking at every block of a large pool takes longer than a step."""
 TOKEN = 5
 """What every row samples."""
 
@@ -97,6 +107,84 @@ class Stream:
     token_times: list[float] = field(default_factory=list)
 
 
-def gaps(streams: Iterable[Stream]) -> list[float]:
-    """Seconds between tokens, of all streams."""
-    return [after - before for s in streams for before, after in zip(s.token_times, s.token_times[1:], strict=False)]
+@dataclass
+class ClosedLoop:
+    """Clients that send a request each, and the next one when it is answered, to an engine on a simulated device."""
+
+    costs: Costs
+    scheduler: SchedulerConfig
+    input_len: int
+    output_len: int
+    measured: bool = True
+    """Whether the worker measured its costs at the start."""
+    noise: Callable[[int], float] = lambda step: 1.0
+    num_blocks: int = 10_000
+    streams: dict[int, Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = SimulatedDevice(self.costs, self.noise)
+        sizes = [256 << power for power in range(6) if 256 << power <= self.scheduler.max_num_batched_tokens]
+        capacity = KVCapacity(
+            num_blocks=self.num_blocks,
+            block_size=16,
+            max_model_len=8192,
+            kv_cache_bytes=0,
+            groups=group_layers([KVSpec("full", 1, 8, "float32")]),
+            attention_backend="simulated",
+            phases={},
+            prefill_costs=self.costs.prefill_costs(sizes) if self.measured else (),
+        )
+        config = dataclasses.replace(engine_config(), scheduler=self.scheduler)
+        self.core = EngineCore(config, self.device, capacity)
+        self._generator = np.random.default_rng(0)
+
+    def run(self, num_clients: int, num_requests: int) -> "ClosedLoop":
+        """Answer `num_requests` requests, `num_clients` at a time."""
+        for _ in range(min(num_clients, num_requests)):
+            self._send()
+        while self.core.has_work:
+            outputs = self.core.step()
+            if len(self.device.plans) % _CHECKED_STEPS == 0:
+                self.core.scheduler.check_invariants()
+            for _, message in outputs:
+                if isinstance(message, StepOutput):
+                    self._take(message, num_requests)
+        return self
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(stream.token_times) for stream in self.streams.values()) / self.device.now_s
+
+    @property
+    def gaps(self) -> NDArray[np.float64]:
+        """Seconds between tokens, of all streams."""
+        return np.concatenate([np.diff(stream.token_times) for stream in self.streams.values()])
+
+    def mixed_steps(self) -> Iterator[tuple[StepPlan, float]]:
+        """Steps with decodes and other rows, and their seconds."""
+        for plan, seconds in zip(self.device.plans, self.device.times, strict=True):
+            if 0 < plan.num_decodes < plan.num_reqs:
+                yield plan, seconds
+
+    def _send(self) -> None:
+        request_id = make_request_id(0, 0, len(self.streams))
+        prompt = self._generator.integers(10, 1000, size=self.input_len, dtype=np.int32)
+        sampling = SamplingParams(max_tokens=self.output_len, ignore_eos=True)
+        self.streams[request_id] = Stream(self.device.now_s)
+        self.core.handle(AddRequest(request_id, "simulated", prompt.tobytes(), sampling, self.device.now_s))
+
+    def _take(self, message: StepOutput, num_requests: int) -> None:
+        for request_id in np.frombuffer(message.request_ids, "<i8").tolist():
+            self.streams[request_id].token_times.append(self.device.now_s)
+        for _ in message.finishes:
+            if len(self.streams) < num_requests:
+                self._send()
+
+
+def gaussian_noise(deviation: float, outliers: float = 0.0) -> Callable[[int], float]:
+    """Factors on the times of steps; a share of `outliers` waits for 1 to 10 times as long."""
+    generator = np.random.default_rng(1)
+    factors = 1.0 + deviation * generator.standard_normal(100_000)
+    late = generator.random(len(factors)) < outliers
+    factors[late] *= generator.uniform(2.0, 11.0, size=int(late.sum()))
+    return lambda step: float(factors[step])

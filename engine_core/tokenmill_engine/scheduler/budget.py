@@ -120,8 +120,8 @@ class FixedBudget:
 class EfficientBudget:
     """In steps with decodes the smallest number of tokens at which a token costs at most 1 % more than at the best.
 
-    Candidates are the sizes at which the cost model has a knot. One that was never measured, and may be better than
-    the best that was, is tried once. Among the others, doubt speaks for the smaller one: in use it is measured anew.
+    Candidates are the sizes at which the cost model has a knot, as far as they are known. Doubt speaks for the smaller
+    one: in use it is measured anew. If nothing was measured at the start, each size that may be the best is tried once.
     """
 
     def __init__(self, max_tokens: int, model: StepCostModel) -> None:
@@ -163,7 +163,8 @@ class EfficientBudget:
         if not known:
             return
         best = min(size.per_token for size in known)
-        self._untried = [s.num_tokens for s in sizes if not s.is_known and s.least_per_token < best]
+        if not self._model.was_measured:
+            self._untried = [s.num_tokens for s in sizes if not s.is_known and s.least_per_token < best]
         bound = (1.0 + _THROUGHPUT_LOSS) * best
         self._chosen = next(size.num_tokens for size in known if size.least_per_token <= bound)
 

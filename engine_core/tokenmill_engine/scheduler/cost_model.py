@@ -45,7 +45,7 @@ _UNMEASURED_SPREAD = 0.4
 _SHARED_SPREAD = 0.05
 _KNOT_DISTANCE = 2.0
 """Octaves over which knots cease to err alike."""
-_DRIFT = 0.001
+_DRIFT = 0.003
 """Relative change of a cost from one step to the next."""
 _KNOWN_ERROR = 0.06
 """Above what a size has that was measured at the start, below what one has that never was."""
@@ -128,8 +128,12 @@ class StepCostModel:
         self._slow_steps = [0] * len(self._knots)
         """Below each knot, steps in a row that took surprisingly long."""
         if measured:
-            counts = list(measured)
-            self._believe(np.interp(self._knots, counts, list(measured.values())), counts[0])
+            self._believe(_between(measured, np.array(self._knots)), _SHARED_SPREAD)
+
+    @property
+    def was_measured(self) -> bool:
+        """Whether costs were measured at the start."""
+        return bool(self._measured.any())
 
     @property
     def has_learnt(self) -> bool:
@@ -167,7 +171,7 @@ class StepCostModel:
             return
         if not self._base:
             per_token = elapsed_s / (work.num_tokens + _FIXED_TOKENS)
-            self._believe((np.array(self._knots, dtype=np.float64) + _FIXED_TOKENS) * per_token, None)
+            self._believe((np.array(self._knots) + _FIXED_TOKENS) * per_token, 1.0)
         upper, share = self._place(work.num_tokens)
         features = np.zeros(len(self._costs))
         features[upper - 1] = 1.0 - share
@@ -219,19 +223,16 @@ class StepCostModel:
         self._slow_steps[knot] = 0 if is_mistaken else num_slow
         return is_mistaken
 
-    def _believe(self, base: NDArray[np.float64], smallest_measured: int | None) -> None:
-        """Start from `base` seconds at the knots, of which those below `smallest_measured` are guesses, or all."""
-        knots = np.array(self._knots, dtype=np.float64)
-        if smallest_measured is not None:
-            # Below, a step costs less, but the weights are still to be read.
-            base = np.where(knots < smallest_measured, base * (0.7 + 0.3 * knots / smallest_measured), base)
+    def _believe(self, base: NDArray[np.float64], spread_together: float) -> None:
+        """Start from `base` seconds at the knots; `spread_together` is the relative error that all have in common."""
+        knots = np.array(self._knots)
         per_token = float(base[-1] / knots[-1])
         slopes = _DECODE_PER_TOKEN * per_token, _PREFILL_PER_TOKEN * per_token
         self._costs[:] = [*base, *slopes]
         octaves = np.log2(knots)
         alike = np.exp(-np.abs(octaves[:, np.newaxis] - octaves) / _KNOT_DISTANCE)
         own = np.where(self._measured, _MEASURED_SPREAD, _UNMEASURED_SPREAD) * base
-        together = base * (1.0 if smallest_measured is None else _SHARED_SPREAD)
+        together = spread_together * base
         num_knots = len(knots)
         self._covariance[:num_knots, :num_knots] = alike * np.outer(own, own) + np.outer(together, together)
         self._covariance[num_knots:, num_knots:] = np.diag(np.square(slopes))
@@ -258,6 +259,15 @@ def _plausible(max_tokens: int, prefill_costs: PrefillCosts) -> dict[int, float]
         if 1 <= num_tokens <= max_tokens and 0.0 < seconds < math.inf:
             least = costs[num_tokens] = max(seconds, least)
     return costs
+
+
+def _between(measured: dict[int, float], knots: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Seconds at the knots, from those that were measured."""
+    counts = np.array(list(measured), dtype=np.float64)
+    seconds = np.interp(knots, counts, list(measured.values()))
+    # Below the smallest, a step costs less, but the weights are still to be read; above the largest, in proportion.
+    seconds *= np.where(knots < counts[0], 0.7 + 0.3 * knots / counts[0], np.maximum(knots / counts[-1], 1.0))
+    return seconds
 
 
 def _knots(max_tokens: int, measured: dict[int, float]) -> list[int]:

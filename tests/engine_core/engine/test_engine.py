@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, num_blocks: int = 64, depth: int = 2, max_num_seqs: int = 8) -> None:
         self.executor = FakeExecutor(num_blocks, 4)
         capacity = KVCapacity(num_blocks, 4, min(200, num_blocks * 4), 0, group_layers([_SPEC]), "fake", {})
-        scheduler = SchedulerConfig(max_num_seqs, 64, async_scheduling=depth > 1)
+        scheduler = SchedulerConfig(max_num_seqs, 64, explicit_budget=True, async_scheduling=depth > 1)
         self.core = EngineCore(engine_config(200, scheduler), self.executor, capacity, engine=3)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, list[Finish]] = defaultdict(list)

@@ -174,3 +174,9 @@ def test_whatever_it_saw_predictions_are_finite_not_negative_and_grow_with_the_w
     assert all(0.0 <= seconds < float("inf") for seconds in predicted)
     assert predicted == sorted(predicted)
     assert first.seconds(max_tokens, 1000, 0.0) <= first.seconds(max_tokens, 2000, 50.0)
+
+
+def test_sizes_beyond_the_largest_that_was_measured_cost_in_proportion() -> None:
+    model = StepCostModel(16384, H100_8B.prefill_costs(SIZES))
+    assert model.predict(StepWork(16384)) == pytest.approx(2 * H100_8B.seconds(StepWork(8192)))
+    assert not model.size_costs()[-1].is_known

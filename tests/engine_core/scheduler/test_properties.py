@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from tests.support.fake_executor import VOCAB_SIZE, solo_run
 from tests.support.scheduling import Driver, Setting
+from tests.support.simulated_device import CPU_135M
 from tokenmill_engine.messages import FinishReason, SamplingParams
+from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.scheduler.cost_model import work_of
 
 SHARED = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
 
@@ -45,6 +48,11 @@ def arrivals(draw: st.DrawFn, longest: int) -> Arrival:
     )
 
 
+def erratic_cost(plan: StepPlan) -> float:
+    """Seconds of a step on a device that often waits for something, and is not always looked at."""
+    return CPU_135M.seconds(work_of(plan)) * (0.0, 1.0, 1.1, 0.9, 1.0, 7.0)[plan.step % 6]
+
+
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[Setting, list[Arrival]]:
     setting = Setting(
@@ -55,6 +63,10 @@ def traffic(draw: st.DrawFn) -> tuple[Setting, list[Arrival]]:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         depth=draw(st.sampled_from([1, 2, 3])),
         caching=draw(st.booleans()),
+        explicit_budget=draw(st.booleans()),
+        target_itl_ms=draw(st.sampled_from([None, None, 1.0, 12.0])),
+        prefill_costs=draw(st.sampled_from([(), ((8, 0.01), (64, 0.02))])),
+        step_cost=erratic_cost,
     )
     tokens_per_request = draw(st.integers(8, 30))
     setting.num_blocks = -(-tokens_per_request // setting.block_size) * setting.num_groups
