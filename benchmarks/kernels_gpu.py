@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ import torch
 from triton.errors import TritonError
 
 from tokenmill_kernels import ops
-from tokenmill_kernels.gpu import attention
+from tokenmill_kernels.gpu import activation, attention, norm, rotary
 from tokenmill_kernels.gpu.attention_tiles import TileConfig
+from tokenmill_kernels.gpu.launch import COMPILE_OPTIONS
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE = 4096, 14336
@@ -179,7 +180,7 @@ def elementwise_calls(num_tokens: int) -> dict[str, tuple[int, Callable[[], Call
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(DTYPE)
 
-    def norm() -> Callable[[], object]:
+    def add_norm() -> Callable[[], object]:
         x, residual, weight = random(num_tokens, HIDDEN), random(num_tokens, HIDDEN), random(HIDDEN)
         return lambda: ops.add_rms_norm(x, residual, weight, 1e-5)
 
@@ -187,21 +188,21 @@ def elementwise_calls(num_tokens: int) -> dict[str, tuple[int, Callable[[], Call
         gate_up = random(num_tokens, 2 * INTERMEDIATE)
         return lambda: ops.silu_mul(gate_up)
 
-    def rotary() -> Callable[[], object]:
+    def rotate() -> Callable[[], object]:
         sizes = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
         q, k, v = random(num_tokens, sum(sizes), HEAD_DIM).split(sizes, dim=1)
         caches = ops.allocate_kv_cache(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE, "cuda")
         table = torch.randn(8192, HEAD_DIM, device="cuda")
         positions = torch.randint(0, 8192, (num_tokens,), dtype=torch.int32, device="cuda")
         slots = torch.randperm(num_tokens, device="cuda")
-        return lambda: ops.rotary_kv_write(q, k, v, table, positions, slots, *caches)
+        return lambda: ops.rotary_kv_write(q, k, v, table, positions, slots, *caches, early=True)
 
     row = num_tokens * ITEM_BYTES
     heads = 2 * NUM_HEADS + 5 * NUM_KV_HEADS
     return {
-        "add_rms_norm": (4 * row * HIDDEN, norm),
+        "add_rms_norm": (4 * row * HIDDEN, add_norm),
         "silu_mul": (3 * row * INTERMEDIATE, silu),
-        "rotary_kv_write": (row * heads * HEAD_DIM + 4 * num_tokens * HEAD_DIM, rotary),
+        "rotary_kv_write": (row * heads * HEAD_DIM + 4 * num_tokens * HEAD_DIM, rotate),
     }
 
 
@@ -215,6 +216,22 @@ def elementwise_rows(num_tokens: int, bandwidth: float) -> Iterator[dict[str, ob
             "floor_ms": moved / bandwidth * 1e3,
             "gb_per_s": moved / milliseconds / 1e6,
         }
+
+
+def chain_row(num_tokens: int, *, dependent: bool) -> dict[str, object]:
+    """The small kernels of one layer in the order of use, each of which may start before the one before it is done
+    if `dependent` (and if the device can)."""
+    kernels = elementwise_calls(num_tokens)
+    order = ("add_rms_norm", "rotary_kv_write", "add_rms_norm", "silu_mul")
+    moved = sum(kernels[name][0] for name in order)
+    with ExitStack() as stack:
+        for module in () if dependent else (activation, norm, rotary):
+            options = COMPILE_OPTIONS | {"pdl": False}
+            stack.enter_context(mock.patch.object(module, "launch_options", return_value=options))
+        calls = [kernels[name][1]() for _ in range(num_sets(moved)) for name in order]
+        milliseconds = len(order) * median_ms(calls)
+    start = "dependent" if dependent else "one by one"
+    return {"op": f"small kernels of a layer, {start}, {num_tokens} tokens", "ms": milliseconds}
 
 
 @contextmanager
@@ -255,6 +272,9 @@ def rows(sweep: bool) -> Iterator[dict[str, object]]:
     yield {"op": "device copy", "gb_per_s": bandwidth / 1e9}
     for num_tokens in (1, 256, 8192):
         yield from elementwise_rows(num_tokens, bandwidth)
+    for num_tokens in (1, 32, 256):
+        for dependent in (False, True):
+            yield chain_row(num_tokens, dependent=dependent)
     for model in MODELS:
         for batch in DECODE_BATCHES:
             yield decode_row(model, batch, bandwidth)
