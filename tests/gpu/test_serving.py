@@ -69,6 +69,29 @@ def test_the_device_is_found_and_answers_as_the_cpu(server: Server, cpu_texts: l
     server.check_alive()
 
 
+def test_prompts_that_arrive_beside_running_streams(model: Path, server: Server) -> None:
+    """Prompts of all lengths, greedy and seeded, some twice, start while others run and yet others are left: steps
+    mix all of that, and every text is the one that the CPU gives to the prompt alone."""
+    prompts = [" ".join(f"{number} mills ground {k}" for k in range(1 + number**2 // 2)) for number in (*range(10), 9)]
+    fields: list[dict[str, Any]] = [
+        {"max_tokens": LIMIT, "ignore_eos": True, "temperature": 0.0 if number % 2 else 1.0, "seed": number}
+        for number in range(len(prompts))
+    ]
+    with LLM(model, device="cpu", dtype="float32", kv_cache_memory_bytes="64M") as llm:
+        outputs = llm.generate(prompts, [SamplingParams(**each) for each in fields])
+    expected = [output.outputs[0].text for output in outputs]
+
+    def stream(number: int) -> str:
+        time.sleep(0.02 * number)
+        left = {"prompt": prompts[-number], "max_tokens": 1000, "ignore_eos": True}
+        read_stream(server.url, "/v1/completions", left, go_on=lambda stream: len(stream.events) < 3)
+        return read_stream(server.url, "/v1/completions", {"prompt": prompts[number], **fields[number]}).text()
+
+    assert at_once([lambda n=n: stream(n) for n in range(len(prompts))]) == expected  # type: ignore[misc]
+    server.check_idle()
+    server.check_alive()
+
+
 def test_memory_share_and_eager_mode(model: Path, server: Server) -> None:
     """Half the share, about half the KV cache; without graphs the text is the same."""
     flags = ("--dtype", "float32", "--gpu-memory-utilization", str(SHARE / 2), "--enforce-eager")

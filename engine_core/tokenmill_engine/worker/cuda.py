@@ -62,6 +62,9 @@ class CudaBackend:
         self._ladder = Ladder(config.scheduler.max_num_seqs, max_tokens)
         self._graphs = GraphStore(self.device)
         self._inputs = CudaInputs(tables, config.cache.block_size, self._ladder.num_rows, max_tokens)
+        ladder = None if config.device.enforce_eager else self._ladder
+        self._steps = CudaSteps(model, self._inputs, self._graphs, ladder)
+        self._runner = ModelRunner(model, tables, self._steps)
 
     def kv_bytes(self, block_bytes: int) -> int:
         use = self._profile()
@@ -71,46 +74,46 @@ class CudaBackend:
         return memory.cuda_kv_bytes(self._at_start, use, self._config.cache, block_bytes)
 
     def start(self, kv_caches: KVCaches) -> ModelRunner:
-        steps = self._steps(kv_caches)
+        self._steps.kv_caches = kv_caches
         self._inputs.clear()
         started = time.monotonic()
-        calls = steps.graph_calls()
+        calls = self._steps.graph_calls()
         for shape, call in log_progress_bar(logger, calls, desc="capturing CUDA graphs"):
             self._graphs.capture(shape, call)
         if calls:
             torch.cuda.synchronize(self.device)
             logger.info("captured %d CUDA graphs: %.2f s", len(calls), time.monotonic() - started)
-        return ModelRunner(self._model, self._tables, steps)
+        return self._runner
 
     def _profile(self) -> MeasuredUse:
         """Over a cache of one block: let every kernel run once, run the largest step there can be and see what it
         takes, time prompts of several lengths, and see what graphs take."""
         dtype = TORCH_DTYPES[self._config.model.dtype]
-        kv_caches = memory.allocate_kv_caches(self._groups, 1, self._config.cache.block_size, dtype, self.device)
-        steps = self._steps(kv_caches)
-        self._rehearse(steps)
-        runner = ModelRunner(self._model, self._tables, steps)
+        self._steps.kv_caches = memory.allocate_kv_caches(
+            self._groups, 1, self._config.cache.block_size, dtype, self.device
+        )
+        self._rehearse()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
-        runner.execute(self._largest_plan()).wait()
+        self._runner.execute(self._largest_plan()).wait()
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
-        self._prefill_costs = self._time_prefills(runner)
-        graphs = self._graph_bytes(steps)
+        self._prefill_costs = self._time_prefills()
+        graphs = self._graph_bytes()
         self._graphs.clear()
-        del runner, steps, kv_caches
+        self._steps.kv_caches = []
         torch.cuda.empty_cache()
         # Kernels, libraries' work spaces and whatever else does not come from torch's allocator.
         taken = self._at_start.free - DeviceMemory.of(self.device).free
         outside = max(0, taken - torch.cuda.memory_reserved(self.device))
         return MeasuredUse(weights=allocated + outside, peak=peak, graphs=graphs)
 
-    def _rehearse(self, steps: CudaSteps) -> None:
+    def _rehearse(self) -> None:
         """Run every kernel that steps of all sizes will need, on few layers and no requests: so they are compiled and
         loaded, and libraries have their work space on the streams that run and capture."""
         self._inputs.clear()
         ops.prepare_linears(self._model.linear_shapes(), self._model.dtype, self.device)
-        few = steps.excerpt()
+        few = self._steps.excerpt()
         calls = [call for _, call in few.graph_calls()]
         calls += [partial(few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._prefill_plans()]
         self._compile(calls)
@@ -127,32 +130,28 @@ class CudaBackend:
             ) from error
         logger.info("prepared %d kernels: %.2f s", num_kernels, time.monotonic() - started)
 
-    def _time_prefills(self, runner: ModelRunner) -> tuple[tuple[int, float], ...]:
+    def _time_prefills(self) -> tuple[tuple[int, float], ...]:
         """As `KVCapacity.prefill_costs`. Largest first, so that the device never waits for the launches."""
         plans = self._prefill_plans()
-        pending = [runner.execute(plan) for plan in plans]
+        pending = [self._runner.execute(plan) for plan in plans]
         costs = [(plan.num_tokens, result.wait().elapsed_s) for plan, result in zip(plans, pending, strict=True)]
         return tuple(reversed(costs))
 
-    def _graph_bytes(self, steps: CudaSteps) -> int:
+    def _graph_bytes(self) -> int:
         """Device memory that all graphs will take: their common pool, measured by capturing the largest of each kind,
         and what each graph needs beside it."""
-        calls = steps.graph_calls()
+        calls = self._steps.graph_calls()
         if not calls:
             return 0
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = DeviceMemory.of(self.device).free
         self._inputs.clear()
-        largest = steps.largest_graph_calls()
+        largest = self._steps.largest_graph_calls()
         for shape, call in largest:
             self._graphs.capture(shape, call)
         taken = before - DeviceMemory.of(self.device).free
         return taken + (len(calls) - len(largest)) * memory.GRAPH_BYTES
-
-    def _steps(self, kv_caches: KVCaches) -> CudaSteps:
-        ladder = None if self._config.device.enforce_eager else self._ladder
-        return CudaSteps(self._model, kv_caches, self._inputs, self._graphs, ladder)
 
     def _prefill_plans(self) -> list[StepPlan]:
         """Steps of nothing but prompts, largest first."""

@@ -28,23 +28,18 @@ _STEPS_IN_FLIGHT = 3
 """What asynchronous scheduling needs at most; more are possible."""
 
 
-_FEATURE_SETS = (0, columns.RANDOM | columns.FILTER | columns.SMALL_TOP_K)
+_FEATURE_SETS = (0, columns.RANDOM, columns.ON_DEVICE)
 """What rows of a batch may ask of the sampler for a graph to serve it; ascending in cost."""
 
 
 class CudaSteps:
-    """The buffers of the steps, and their graphs. `kv_caches` must stay where they are."""
+    """The buffers of the steps, and their graphs."""
 
-    def __init__(
-        self,
-        model: DenseDecoder,
-        kv_caches: KVCaches,
-        inputs: CudaInputs,
-        graphs: GraphStore,
-        ladder: Ladder | None,
-    ) -> None:
+    def __init__(self, model: DenseDecoder, inputs: CudaInputs, graphs: GraphStore, ladder: Ladder | None) -> None:
         """Without a `ladder` there are no graphs."""
-        self.model, self.kv_caches = model, kv_caches
+        self.model = model
+        self.kv_caches: KVCaches = []
+        """To be set before the first step; graphs are of the caches that were set when they were captured."""
         self.inputs, self.graphs, self.ladder = inputs, graphs, ladder
         self.chooser = TokenChooser(model, inputs.tables)
         device = inputs.tables.device

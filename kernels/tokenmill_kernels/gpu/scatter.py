@@ -32,7 +32,6 @@ def scatter_runs(buffer: torch.Tensor, runs: torch.Tensor, values: torch.Tensor,
     `runs` and `values` may be in pinned host memory: the device reads them from there, so they must stay as they are
     until the launch is done.
     """
-    block = min(triton.next_power_of_2(longest), _BLOCK)
-    _scatter_runs_kernel[(runs.shape[0], min(triton.cdiv(longest, block), 8))](
-        buffer, runs, values, block=block, num_warps=4 if block > 128 else 1, **launch_options(buffer.device)
+    _scatter_runs_kernel[(runs.shape[0], min(triton.cdiv(longest, _BLOCK), 8))](
+        buffer, runs, values, block=_BLOCK, num_warps=4, **launch_options(buffer.device)
     )
