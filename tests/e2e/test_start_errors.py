@@ -77,6 +77,11 @@ def test_weights_of_another_shape(model: Path) -> None:
     check_refused("wrong shape", str(model))
 
 
+def test_attention_backend_of_another_device(model: Path) -> None:
+    last = check_refused("needs an NVIDIA GPU", str(model), "--attention-backend", "TRITON_ATTN")
+    assert last.endswith("use --attention-backend auto or native")
+
+
 def test_missing_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     check_refused("name a folder that has one with --tokenizer", str(model))
