@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["linear", "gated", "argmax"]
 
-TOKEN_BLOCKS = (8, 16, 32, 64)
+TOKEN_BLOCKS = (1, 8, 16, 32, 64)
 """Numbers of tokens that the streaming kernel is compiled for; more go to the library."""
 
 _SHIPPED = Path(__file__).with_name("linear_table.json")
@@ -41,6 +41,8 @@ class StreamConfig:
     num_stages: int
     num_warps: int
     programs_per_sm: int
+    cuts: int
+    """Parts that a tile may be cut into, to give each program as much as the next; 0 for any number."""
     ahead: int
     """Units that a program asks for while the kernel before still runs."""
     early: int

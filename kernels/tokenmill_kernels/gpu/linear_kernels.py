@@ -2,8 +2,9 @@
 
 The weight [N, K] is cut into tiles of `block_n` rows and those into units of `block_k` columns, numbered tile by tile.
 Every program multiplies an equal run of that list with all tokens at once, so each multiprocessor streams the same
-number of bytes whatever the shape. A tile that lies in one run is finished there. Otherwise each program leaves a
-partial sum, and the one that arrives last adds them up in the order of the runs: results do not depend on timing.
+number of bytes, to a granule: whole tiles where they are many, parts of them where they are few. A tile that lies in
+one run is finished there. Otherwise each program leaves a partial sum, and the one that arrives last adds them up in
+the order of the runs: results do not depend on timing.
 
 Weights are constants: while the kernel before this one still runs, programs ask for the first units of their run to be
 brought to the L2 cache, and wait for the tokens only then. Near the end of its run a program lets the next kernel do
@@ -65,58 +66,69 @@ def _multiply(
     gated: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_t: tl.constexpr, even_k: tl.constexpr,
     num_stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Sum over units [k_first, k_last) of a tile, float32 [block_n, block_t]; `unit` is the first one's number."""
+    """Sum over units [k_first, k_last) of a tile, float32 [block_n, block_t]; `unit` is the first one's number.
+
+    One token is multiplied by ordinary instructions, which leave their sums in place until the end.
+    """
     columns = tl.arange(0, block_k)
     tokens = tl.arange(0, block_t)[:, None]
     rows = _weight_rows(tile, num_outputs, gated, block_n)
     weight_ptrs = weight_ptr + rows[:, None] * k_size + columns[None, :]
     x_ptrs = x_ptr + tokens * x_stride + columns[None, :]
-    total = tl.zeros((block_n, block_t), dtype=tl.float32)
+    total = tl.zeros((block_n, block_k if block_t == 1 else block_t), dtype=tl.float32)
     for k_tile in tl.range(k_first, k_last, num_stages=num_stages):
         start = k_tile * block_k
-        if even_k:
-            weight = tl.load(weight_ptrs + start)
-            x = tl.load(x_ptrs + start, mask=tokens < num_tokens, other=0.0)
+        inside = None if even_k else (start + columns < k_size)[None, :]
+        weight = tl.load(weight_ptrs + start, mask=inside, other=None if even_k else 0.0)
+        if block_t == 1:
+            x = tl.load(x_ptrs + start, mask=inside, other=None if even_k else 0.0)
+            total += weight.to(tl.float32) * x.to(tl.float32)
         else:
-            inside = (start + columns < k_size)[None, :]
-            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
-            x = tl.load(x_ptrs + start, mask=inside & (tokens < num_tokens), other=0.0)
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+            known = tokens < num_tokens if even_k else inside & (tokens < num_tokens)
+            x = tl.load(x_ptrs + start, mask=known, other=0.0)
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
         if pdl:
             _let_dependents_start_at(end - (unit + k_tile - k_first), early)
-    return total
+    return tl.sum(total, axis=1, keep_dims=True) if block_t == 1 else total
 
 
 @triton.jit
-def _first_unit(run, num_runs, units):
-    return run * units // num_runs
+def _first_unit(run, units, granule):
+    """Runs begin at multiples of `granule` units."""
+    return run * (units // granule) // tl.num_programs(0) * granule
+
+
+@triton.jit
+def _run_of(unit, units, granule):
+    """The run that a unit belongs to."""
+    return ((unit // granule + 1) * tl.num_programs(0) - 1) // (units // granule)
 
 
 @triton.jit
 def _add_partials(
-    total, partials_ptr, arrivals_ptr, tile, k_tiles, unit, units, block_n: tl.constexpr, block_t: tl.constexpr
+    total, partials_ptr, arrivals_ptr, tile, k_tiles, unit, units, granule,
+    block_n: tl.constexpr, block_t: tl.constexpr,
 ):  # fmt: skip
     """(sum over all runs that share the tile, whether this program is the last of them and holds that sum)
 
     Run r leaves the sum of the tile it begins in at partial 2 r, that of the tile it ends in at partial 2 r + 1.
     `arrivals` counts the programs that left theirs, and is 0 again afterwards.
     """
-    num_runs = tl.num_programs(0)
     run = tl.program_id(0)
     size: tl.constexpr = block_n * block_t
     places = tl.arange(0, block_n)[:, None] * block_t + tl.arange(0, block_t)[None, :]
-    mine = run * 2 + (unit != _first_unit(run, num_runs, units)).to(tl.int32)
+    mine = run * 2 + (unit != _first_unit(run, units, granule)).to(tl.int32)
     tl.store(partials_ptr + mine * size + places, total, cache_modifier=".cg")
     # All threads' stores come before the arrival of the program.
     tl.debug_barrier()
     tile_start = tile * k_tiles
-    first_run = ((tile_start + 1) * num_runs - 1) // units
-    last_run = ((tile_start + k_tiles) * num_runs - 1) // units
+    first_run = _run_of(tile_start, units, granule)
+    last_run = _run_of(tile_start + k_tiles - 1, units, granule)
     is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == last_run - first_run
     if is_last:
         total = tl.zeros((block_n, block_t), dtype=tl.float32)
         for other in range(first_run, last_run + 1):
-            partial = other * 2 + (_first_unit(other, num_runs, units) < tile_start).to(tl.int32)
+            partial = other * 2 + (_first_unit(other, units, granule) < tile_start).to(tl.int32)
             total += tl.load(partials_ptr + partial * size + places, cache_modifier=".cg")
         tl.store(arrivals_ptr + tile, 0)
     return total, is_last
@@ -140,10 +152,10 @@ def _store_outputs(
     tl.store(out_ptr + tokens * out_stride + outputs, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_outputs", "ahead", "early"])
+@triton.jit(do_not_specialize=["num_tokens", "num_outputs", "ahead", "early", "granule"])
 def stream_kernel(
     out_ptr, best_index_ptr, x_ptr, weight_ptr, bias_ptr, partials_ptr, arrivals_ptr,
-    num_tokens, num_outputs, k_size, x_stride, out_stride, ahead, early,
+    num_tokens, num_outputs, k_size, x_stride, out_stride, ahead, early, granule,
     gated: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_t: tl.constexpr, even_k: tl.constexpr,
     parts: tl.constexpr, num_stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
@@ -152,12 +164,11 @@ def stream_kernel(
     With `best_index_ptr` nothing of that is stored, only the largest output of the tiles that the program finished:
     `out` is float32, `best_index` int32, both [block_t, num_programs].
     """
-    num_runs = tl.num_programs(0)
     run = tl.program_id(0)
     k_tiles = tl.cdiv(k_size, block_k)
     units = tl.cdiv(num_outputs, block_n // 2 if gated else block_n) * k_tiles
-    first = _first_unit(run, num_runs, units)
-    end = _first_unit(run + 1, num_runs, units)
+    first = _first_unit(run, units, granule)
+    end = _first_unit(run + 1, units, granule)
     if pdl:
         for coming in range(first, tl.minimum(first + ahead, end)):
             _prefetch(weight_ptr, coming, k_tiles, k_size, num_outputs, gated, block_n, block_k, parts)
@@ -176,7 +187,7 @@ def stream_kernel(
         is_mine = k_last - k_first == k_tiles
         if not is_mine:
             total, is_mine = _add_partials(
-                total, partials_ptr, arrivals_ptr, tile, k_tiles, unit, units, block_n, block_t
+                total, partials_ptr, arrivals_ptr, tile, k_tiles, unit, units, granule, block_n, block_t
             )
         if is_mine:
             if best_index_ptr is None:
@@ -192,6 +203,6 @@ def stream_kernel(
                 best = tl.maximum(best, tile_best)
         unit += k_last - k_first
     if best_index_ptr is not None:
-        places = tl.arange(0, block_t) * num_runs + run
+        places = tl.arange(0, block_t) * tl.num_programs(0) + run
         tl.store(out_ptr + places, best)
         tl.store(best_index_ptr + places, best_index)

@@ -65,17 +65,23 @@ def stream_argmax(x: torch.Tensor, weight: torch.Tensor, config: StreamConfig) -
     The lowest index of equals; -1 for a row whose largest entry is no finite number or that has a NaN.
     """
     num_tokens = x.shape[0]
-    shape = (token_block(num_tokens), _num_programs(weight.shape[0], weight.shape[1], config, x.device))
+    shape = (token_block(num_tokens), _runs(weight.shape[0], weight.shape[1], config, x.device)[0])
     values = torch.empty(shape, dtype=torch.float32, device=x.device)
     indices = torch.empty(shape, dtype=torch.int32, device=x.device)
     _launch(values, indices, x, weight, None, config, gated=False)
     return reduce_pieces(values[:num_tokens], indices[:num_tokens])
 
 
-def _num_programs(num_rows: int, k_size: int, config: StreamConfig, device: torch.device) -> int:
-    """As many as the card takes at once, and no more than there are units: an idle one would hold up the others."""
-    units: int = triton.cdiv(num_rows, config.block_n) * triton.cdiv(k_size, config.block_k)
-    return min(device_limits(device).num_sms * config.programs_per_sm, units)
+def _runs(num_rows: int, k_size: int, config: StreamConfig, device: torch.device) -> tuple[int, int]:
+    """(programs, granule in units): every program has a granule, for one without would hold up those that wait for it;
+    as many as the card takes at once, or fewer with equal shares."""
+    k_tiles = triton.cdiv(k_size, config.block_k)
+    granule = max(k_tiles // config.cuts, 1) if config.cuts else 1
+    if k_tiles % granule:
+        granule = 1
+    granules = triton.cdiv(num_rows, config.block_n) * (k_tiles // granule)
+    shares = triton.cdiv(granules, device_limits(device).num_sms * config.programs_per_sm)
+    return (triton.cdiv(granules, shares), granule)
 
 
 def _launch(
@@ -90,7 +96,8 @@ def _launch(
     """`out` is the product, or with `best_index` the scratch of the argmax, as `stream_kernel` says."""
     scratch = workspace(x.device)
     num_rows, k_size = weight.shape
-    stream_kernel[(_num_programs(num_rows, k_size, config, x.device),)](
+    num_programs, granule = _runs(num_rows, k_size, config, x.device)
+    stream_kernel[(num_programs,)](
         out,
         best_index,
         x,
@@ -105,6 +112,7 @@ def _launch(
         out.stride(0),
         config.ahead if k_size >= config.block_k else 0,
         config.early,
+        granule,
         gated=gated,
         block_n=config.block_n,
         block_k=config.block_k,

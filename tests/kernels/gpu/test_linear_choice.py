@@ -11,7 +11,7 @@ from tokenmill_kernels.gpu.linear_choice import TOKEN_BLOCKS, ChoiceTable, Kind,
 H100 = "NVIDIA H100 80GB HBM3"
 QKV_8B = Problem("linear", 6144, 4096)
 STRANGE = Problem("gated", 1234, 808)
-CONFIG = StreamConfig(64, 128, 4, 4, 1, 2, 3)
+CONFIG = StreamConfig(64, 128, 4, 4, 1, 0, 2, 3)
 
 
 @pytest.mark.parametrize("card", [H100, "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "never heard of it"])
@@ -29,7 +29,7 @@ def test_shapes_of_common_models_are_known() -> None:
     assert all(table.is_known(QKV_8B, block_t) for block_t in TOKEN_BLOCKS)
 
 
-@pytest.mark.parametrize(("num_tokens", "block"), [(1, 8), (8, 8), (9, 16), (33, 64), (64, 64)])
+@pytest.mark.parametrize(("num_tokens", "block"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (64, 64)])
 def test_token_block(num_tokens: int, block: int) -> None:
     assert token_block(num_tokens) == block
 
@@ -58,7 +58,7 @@ def test_a_broken_file_is_measured_again(tmp_path: Path, text: str, caplog: pyte
     assert str(path) in caplog.text
     assert not table.is_known(STRANGE, 8)
     table.remember({STRANGE.key(8): CONFIG})
-    assert json.loads(path.read_text()) == {STRANGE.key(8): [64, 128, 4, 4, 1, 2, 3]}
+    assert json.loads(path.read_text()) == {STRANGE.key(8): [64, 128, 4, 4, 1, 0, 2, 3]}
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

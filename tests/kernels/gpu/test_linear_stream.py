@@ -9,8 +9,10 @@ from tokenmill_kernels.gpu import linear_stream
 from tokenmill_kernels.gpu.linear_choice import StreamConfig
 from tokenmill_kernels.gpu.linear_stream import can_stream, stream_argmax, stream_linear
 
-ONE_RUN_PER_SM = StreamConfig(16, 32, 3, 4, 1, 2, 2)
-MANY_RUNS = StreamConfig(16, 32, 3, 4, 7, 2, 2)
+WHOLE_TILES = StreamConfig(16, 32, 3, 4, 2, 1, 2, 2)
+HALVES = StreamConfig(16, 32, 3, 4, 7, 2, 2, 2)
+ANY_CUTS = StreamConfig(16, 32, 3, 4, 7, 0, 2, 2)
+CONFIGS = [WHOLE_TILES, HALVES, ANY_CUTS]
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,7 @@ def poisoned_partials() -> None:
     workspace.partials.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("config", [ONE_RUN_PER_SM, MANY_RUNS])
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "k_size"), [(1, 16, 32), (1, 251, 72), (5, 100, 200), (8, 33, 136), (17, 48, 96)]
@@ -35,14 +37,14 @@ def test_linear(num_tokens: int, num_rows: int, k_size: int, dtype: torch.dtype,
     assert_near(wide, reference.linear(x, weight, out_dtype=torch.float32))
 
 
-@pytest.mark.parametrize("config", [ONE_RUN_PER_SM, MANY_RUNS])
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("num_tokens", "num_rows", "k_size"), [(1, 32, 32), (3, 250, 72), (20, 70, 160)])
 def test_gated_linear(num_tokens: int, num_rows: int, k_size: int, config: StreamConfig) -> None:
     x, weight, bias = torch.randn(num_tokens, k_size), torch.randn(num_rows, k_size), torch.randn(num_rows)
     assert_near(stream_linear(x, weight, bias, config, gated=True), reference.gated_linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("config", [ONE_RUN_PER_SM, MANY_RUNS])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_argmax(config: StreamConfig) -> None:
     # Few different values, so that every row has ties.
     x, weight = torch.randint(-1, 2, (7, 40)).float(), torch.randint(-1, 2, (300, 40)).float()
@@ -55,13 +57,13 @@ def test_rows_that_are_no_numbers_fail_alone() -> None:
     expected = reference.linear_argmax(x, weight).tolist()
     x[1, 3] = float("nan")
     x[4, 0] = float("inf")
-    assert stream_argmax(x, weight, MANY_RUNS).tolist() == [expected[0], -1, *expected[2:4], -1, expected[5]]
+    assert stream_argmax(x, weight, ANY_CUTS).tolist() == [expected[0], -1, *expected[2:4], -1, expected[5]]
 
 
 def test_tokens_may_have_a_stride() -> None:
     wide, weight = torch.randn(4, 100), torch.randn(40, 64)
     wide[:, 64:] = float("nan")
-    assert_near(stream_linear(wide[:, :64], weight, None, MANY_RUNS), reference.linear(wide[:, :64], weight))
+    assert_near(stream_linear(wide[:, :64], weight, None, ANY_CUTS), reference.linear(wide[:, :64], weight))
 
 
 def test_what_the_kernel_does_not_take() -> None:
