@@ -1,6 +1,7 @@
 """Matrix products compiled on a CUDA device, with every implementation that a table may choose."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tokenmill_kernels import ops, reference
 from tokenmill_kernels.gpu import linear_stream
 from tokenmill_kernels.gpu.linear_choice import TOKEN_BLOCKS, Kind, Problem, StreamConfig, choice_table, token_block
 from tokenmill_kernels.gpu.linear_stream import stream_argmax, stream_linear
+from tokenmill_kernels.gpu.linear_tuning import prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -150,3 +152,17 @@ def test_a_chain_in_a_graph(num_tokens: int) -> None:
         graph.replay()
         expected = run(reference.linear, reference.gated_linear, reference.add_rms_norm)
         assert float(F.cosine_similarity(out.float().flatten(), expected.float().flatten(), dim=0)) > 0.9995
+
+
+def test_unknown_shapes_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.empty(0, device=CUDA).device
+    monkeypatch.setenv("TOKENMILL_CACHE_DIR", str(tmp_path))
+    shapes: list[tuple[ops.LinearUse, int, int]] = [("linear", 1016, 584), ("gated", 2048, 584), ("argmax", 5000, 584)]
+    for expected in (len(shapes) * len(TOKEN_BLOCKS), 0):
+        choice_table.cache_clear()
+        assert prepare([Problem(*shape) for shape in shapes], torch.bfloat16, device) == expected
+    assert prepare([Problem(*shape) for shape in shapes], torch.float32, device) == 0
+    assert len(list(tmp_path.iterdir())) == 1
+    x, weight = random(3, 584), random(1016, 584)
+    assert_near(ops.linear(x, weight), reference.linear(x, weight))
+    choice_table.cache_clear()

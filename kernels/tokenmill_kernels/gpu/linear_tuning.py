@@ -35,7 +35,8 @@ Call = Callable[[torch.Tensor, torch.Tensor], object]
 def prepare(problems: Iterable[Problem], dtype: torch.dtype, device: torch.device) -> int:
     """Measures what no table knows about `problems` and keeps the results; returns how many choices that were.
 
-    Takes device memory for the largest matrix, and milliseconds per choice once kernels are compiled.
+    Takes device memory for the largest matrix, and milliseconds per choice once kernels are compiled. Without that
+    memory nothing is measured.
     """
     table = choice_table(device)
     unknown = [
@@ -47,8 +48,14 @@ def prepare(problems: Iterable[Problem], dtype: torch.dtype, device: torch.devic
     if not unknown:
         return 0
     started = time.monotonic()
-    bench = _Bench(max(_COLD_BYTES // dtype.itemsize, *(p.num_rows * p.k_size for p, _ in unknown)), dtype, device)
-    table.remember({problem.key(block_t): bench.fastest(problem, block_t, table) for problem, block_t in unknown})
+    try:
+        bench = _Bench(max(_COLD_BYTES // dtype.itemsize, *(p.num_rows * p.k_size for p, _ in unknown)), dtype, device)
+        table.remember({problem.key(block_t): bench.fastest(problem, block_t, table) for problem, block_t in unknown})
+    except torch.OutOfMemoryError:
+        logger.warning(
+            "no memory is left to measure matrix kernels with: the choice for this model may not be the best"
+        )
+        return 0
     logger.info("measured the fastest of %d matrix kernels in %.1f s", len(unknown), time.monotonic() - started)
     return len(unknown)
 
