@@ -4,7 +4,10 @@ Grids follow from padded sizes and from the device; everything else is read on t
 captured in a CUDA graph and replayed with other lengths.
 """
 
+import logging
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 import triton
@@ -15,6 +18,8 @@ from tokenmill_kernels.gpu.attention_plan import AttentionPlan, DecodePlan, Pref
 from tokenmill_kernels.gpu.attention_prefill import prefill_kernel
 from tokenmill_kernels.gpu.attention_tiles import MIN_DOT_SIZE, TileConfig, decode_config, dim_block, prefill_config
 from tokenmill_kernels.gpu.launch import device_limits, launch_options
+
+logger = logging.getLogger(__name__)
 
 _RUNS_AT_ONCE = 16
 _MERGE_WARPS = 1
@@ -62,7 +67,7 @@ def plan_attention(
     device, num_requests, group = seq_lens.device, seq_lens.shape[0], num_heads // num_kv_heads
     decode, prefill = None, None
     if num_decodes > 0:
-        tiles = decode_config(head_dim, dtype, device)
+        tiles = decode_config(head_dim, dtype, num_requests, device)
         num_programs = device_limits(device).num_sms * tiles.programs_per_sm
         decode = DecodePlan(
             tiles.block_n,
@@ -174,7 +179,7 @@ def _decode(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: DecodePlan,
     _, num_heads, head_dim = q.shape
     num_kv_heads = batch.k_cache.shape[2]
     group = num_heads // num_kv_heads
-    tiles = decode_config(head_dim, q.dtype, q.device)
+    tiles = decode_config(head_dim, q.dtype, batch.seq_lens.shape[0], q.device)
     num_programs = plan.runs.shape[0]
     decode_kernel[(num_programs,)](
         out, plan.partials, plan.stats, plan.runs, q, batch.k_cache, batch.v_cache,
@@ -206,8 +211,41 @@ def _decode(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: DecodePlan,
     )  # fmt: skip
 
 
+@cache
+def _hopper() -> ModuleType | None:
+    """The prefill kernel for Hopper; None where this Triton lacks the language that it is written in."""
+    try:
+        from tokenmill_kernels.gpu import attention_prefill_hopper
+    except (ImportError, AttributeError) as error:
+        logger.warning("prefill attention is slower than it could be, this Triton lacks what is needed: %s", error)
+        return None
+    return attention_prefill_hopper
+
+
+def _prefill_on_hopper(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: PrefillPlan) -> bool:
+    """As `_prefill`, if the device and the arguments allow it."""
+    _, num_heads, head_dim = q.shape
+    caches = (batch.k_cache, batch.v_cache)
+    module = _hopper() if q.is_cuda else None
+    if (
+        module is None
+        or not module.supports(head_dim, q.dtype, q.device)
+        or not all(module.reads(cache, q.dtype) for cache in caches)
+        or plan.queries != module.ROWS // (num_heads // caches[0].shape[2])
+        or any(scale is not None for scale in batch.scales[:2])
+    ):
+        return False
+    lengths = (batch.query_start_loc, batch.seq_lens, batch.block_tables)
+    module.launch(
+        out, q, caches, plan, lengths, (batch.scale, batch.v_scale), batch.soft_cap, batch.window
+    )  # fmt: skip
+    return True
+
+
 def _prefill(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: PrefillPlan) -> None:
     """Writes the rows of all requests that `_decode` leaves."""
+    if _prefill_on_hopper(out, q, batch, plan):
+        return
     _, num_heads, head_dim = q.shape
     num_kv_heads = batch.k_cache.shape[2]
     group = num_heads // num_kv_heads

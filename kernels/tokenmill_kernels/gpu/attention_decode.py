@@ -19,6 +19,7 @@ from tokenmill_kernels.gpu.attention_math import (
     decode_tiles,
     first_tile,
     load_rows,
+    prefetch_rows,
     scaled_scores,
 )
 from tokenmill_kernels.gpu.attention_planner import RUN_FIELDS
@@ -57,6 +58,21 @@ def _attend_tiles(
     return values, peak, tl.sum(weights, axis=1)
 
 
+@triton.jit
+def _prefetch_first_tile(
+    k_ptr, v_ptr, table_ptr, count, multiple, place, seq_len, block_stride, token_stride, head_stride,
+    dim_block: tl.constexpr, block_n: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr,
+):  # fmt: skip
+    """Asks for the keys and values that a run of `count` tiles begins with."""
+    if count > 0:
+        start = first_tile(seq_len, block_n, window)
+        padded = tl.cdiv(tl.cdiv(seq_len, block_n) - start, multiple) * multiple
+        keys = tl.minimum((start + place % padded) * block_n + tl.arange(0, block_n), seq_len - 1)
+        rows = cache_rows(table_ptr, keys, block_stride, token_stride, block_size) + place // padded * head_stride
+        prefetch_rows(k_ptr, rows, dim_block)
+        prefetch_rows(v_ptr, rows, dim_block)
+
+
 @triton.jit(do_not_specialize=["num_requests", "table_stride"])
 def decode_kernel(
     out_ptr, partials_ptr, stats_ptr, runs_ptr, q_ptr, k_ptr, v_ptr, query_start_loc_ptr, seq_lens_ptr,
@@ -70,8 +86,9 @@ def decode_kernel(
     """Program p attends to run p. Its first part goes to partial 2 p if the head began in an earlier run, its last
     part to partial 2 p + 1 if the head goes on in a later one; whole heads go to `out`.
 
-    `early`: the plan was made at least two launches ago. Then it is complete before the wait: the launch before this
-    one let it start only when all of its own programs had waited for what came earlier.
+    `early`: the plan and the block tables were made at least two launches ago. Then they are complete before the wait
+    (see `dependent_launch`), which is the time to ask for the first keys and values; the one written by the launch
+    before this one is read after the wait like all others.
     """
     if not early:
         wait_for_inputs(pdl)
@@ -83,6 +100,11 @@ def decode_kernel(
     place = tl.load(fields + 3)
     token = tl.load(fields + 4)
     seq_len = tl.load(fields + 5)
+    if early and pdl:
+        _prefetch_first_tile(
+            k_ptr, v_ptr, block_tables_ptr + request.to(tl.int64) * table_stride, count, multiple, place, seq_len,
+            cache_block_stride, cache_token_stride, cache_head_stride, dim_block, block_n, block_size, window,
+        )  # fmt: skip
     if early:
         wait_for_inputs(pdl)
     let_dependents_start(pdl)

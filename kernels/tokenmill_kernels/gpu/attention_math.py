@@ -48,6 +48,17 @@ def load_rows(cache_ptr, rows, head_dim: tl.constexpr, dim_block: tl.constexpr):
 
 
 @triton.jit
+def prefetch_rows(cache_ptr, rows, dim_block: tl.constexpr):
+    """Asks for cache rows [N, dim_block] at element offsets `rows` [N] to be brought to the second-level cache."""
+    line: tl.constexpr = 1024 // cache_ptr.dtype.element_ty.primitive_bitwidth
+    lines: tl.constexpr = (dim_block + line - 1) // line
+    pointers = cache_ptr + rows[:, None] + tl.arange(0, lines)[None, :] * line
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def cache_scale(scale, scale_ptr, head, stride):
     """`scale` times what `scale_ptr` holds for key/value head `head`; None means 1."""
     if scale_ptr is not None:

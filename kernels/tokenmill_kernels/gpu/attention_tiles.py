@@ -12,6 +12,7 @@ MIN_DOT_SIZE = 16
 
 _AMPLE_SHARED_MEMORY = 160 * 1024
 _DECODE_TILE_BYTES = 16384
+_FEW_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,19 @@ def dim_block(head_dim: int) -> int:
     return block
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, device: torch.device) -> TileConfig:
-    """Tiles of the decode launch: 16 KB of keys and as much of values, two of each in flight (the block table takes
-    the other stages), so that three programs share a multiprocessor with 228 KB of memory."""
+def decode_config(head_dim: int, dtype: torch.dtype, num_requests: int, device: torch.device) -> TileConfig:
+    """Tiles of the decode launch: 16 KB of keys and as much of values, some of each in flight (the block table takes
+    the other stages), so that two or three programs share a multiprocessor with 228 KB of memory. Two are faster while
+    most heads fit into one round, three where there are many."""
     bytes_per_key = dim_block(head_dim) * dtype.itemsize
     ample = device_limits(device).shared_memory_bytes >= _AMPLE_SHARED_MEMORY
+    few = num_requests <= _FEW_REQUESTS
     return TileConfig(
         block_m=MIN_DOT_SIZE,
         block_n=min(max(_DECODE_TILE_BYTES // bytes_per_key, 16), 128),
         num_warps=4,
-        num_stages=5,
-        programs_per_sm=3 if ample else 1,
+        num_stages=6 if ample and few else 5,
+        programs_per_sm=(2 if few else 3) if ample else 1,
     )
 
 

@@ -87,7 +87,7 @@ def test_heads_that_are_cut_are_merged_once(totals: list[int]) -> None:
 
 
 def test_heads_are_whole_where_that_is_even() -> None:
-    plan = decode_part(planned([(1, 600)] * 4, 4))
+    plan = decode_part(planned([(1, 600)] * 3, 3))
     runs = plan.runs.tolist()
     assert runs[0][1] > 1
     assert all(count in (0, runs[0][1]) for count, *_ in runs)
