@@ -1,12 +1,13 @@
 """What the API server costs: CPU time per streamed token, with an engine and a client that cost it nothing.
 
-    python benchmarks/frontend.py [--streams 32 256] [--input-tokens 256] [--output-tokens 64] [--json FILE]
+    python benchmarks/frontend.py [--streams 32 256] [--prompts chat] [--input-tokens 256] [--output-tokens 64]
 
 Starts a real API server process (embedded model's tokenizer) in front of a null engine, which speaks the real ZeroMQ
 protocol and gives every open request one token per step at a fixed rate. A lean client in this process keeps the
-given number of chat streams open. Reported is the CPU time (user + system) that the kernel charged to the API server
-between the first and the last request, divided by the tokens that arrived: HTTP parsing, templates and tokenization
-of the prompts are part of it.
+given number of streams open: chats, or completions of token ids. Reported is the CPU time (user + system) that the
+kernel charged to the API server between the first and the last request, divided by the tokens that arrived: HTTP
+parsing, templates and tokenization of the prompts are part of it. Then all streams at once ask for a single token,
+several times: what a request costs by itself, and how long after the burst the answers come.
 """
 
 import argparse
@@ -50,6 +51,7 @@ from tokenmill_server.control import ApiServerStart
 _MODEL_NAME = "smollm2"
 _TOKENS = [504, 3575, 282, 4649, 314, 7042, 30, 198]
 """Common words: about four characters a token."""
+_BURSTS = 5
 
 
 def run_null_engine(run_dir: str, step_s: float) -> None:
@@ -109,7 +111,10 @@ class StreamClient(asyncio.Protocol):
         self._left = num_requests
         self._done = done
         self._tail = b""
+        self._sent_s = 0.0
         self.num_events = 0
+        self.times_s: list[float] = []
+        """From each request to its last event."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -120,6 +125,7 @@ class StreamClient(asyncio.Protocol):
         self._tail = (self._tail + data)[-16:]
         if self._tail.endswith(b"\r\n0\r\n\r\n"):
             self._tail = b""
+            self.times_s.append(time.perf_counter() - self._sent_s)
             self._next()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -133,11 +139,13 @@ class StreamClient(asyncio.Protocol):
             self._transport.close()
             return
         self._left -= 1
+        self._sent_s = time.perf_counter()
         self._transport.write(self._request)
 
 
-async def run_streams(port: int, num_streams: int, num_requests: int, request: bytes) -> int:
-    """Every stream sends `num_requests` requests; returns the number of events that arrived."""
+async def run_streams(port: int, num_streams: int, num_requests: int, request: bytes) -> tuple[int, list[float]]:
+    """Every stream sends `num_requests` requests; returns the number of events that arrived and how long each answer
+    took."""
     loop = asyncio.get_running_loop()
     clients = []
     done = []
@@ -149,21 +157,23 @@ async def run_streams(port: int, num_streams: int, num_requests: int, request: b
         clients.append(client)
         done.append(finished)
     await asyncio.gather(*done)
-    return sum(client.num_events for client in clients)
+    times_s = [time_s for client in clients for time_s in client.times_s]
+    return sum(client.num_events for client in clients), times_s
 
 
-def chat_request(input_tokens: int, output_tokens: int) -> bytes:
+def make_request(prompts: str, input_tokens: int, output_tokens: int) -> bytes:
     """An HTTP request whose prompt has about `input_tokens` tokens."""
-    body = {
-        "model": _MODEL_NAME,
-        "messages": [{"role": "user", "content": " word" * max(1, input_tokens - 31)}],
-        "max_tokens": output_tokens,
-        "temperature": 0.7,
-        "stream": True,
-    }
+    body: dict[str, Any] = {"model": _MODEL_NAME, "max_tokens": output_tokens, "temperature": 0.7, "stream": True}
+    if prompts == "chat":
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": " word" * max(1, input_tokens - 31)}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = [1000 + 7 * position % 40000 for position in range(input_tokens)]
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     data = json.dumps(body).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer none\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data
@@ -188,7 +198,8 @@ def _engine_config() -> EngineConfig:
 
 def measure(arguments: argparse.Namespace, num_streams: int) -> dict[str, Any]:
     """One run with fresh processes."""
-    request = chat_request(arguments.input_tokens, arguments.output_tokens)
+    request = make_request(arguments.prompts, arguments.input_tokens, arguments.output_tokens)
+    single = make_request(arguments.prompts, arguments.input_tokens, 1)
     with (
         tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as run_dir,
         socket.create_server(("127.0.0.1", 0), backlog=2048) as listener,
@@ -212,7 +223,8 @@ def measure(arguments: argparse.Namespace, num_streams: int) -> dict[str, Any]:
             process = psutil.Process(child.process.pid)
             port = listener.getsockname()[1]
             uvloop.run(run_streams(port, num_streams, 1, request))  # warm
-            return _timed(process, port, num_streams, arguments.requests, request)
+            result = _timed(process, port, num_streams, arguments.requests, request)
+            return result | _burst(process, port, num_streams, single)
         finally:
             child.process.terminate()
             child.process.wait()
@@ -222,9 +234,9 @@ def measure(arguments: argparse.Namespace, num_streams: int) -> dict[str, Any]:
 
 def _timed(process: psutil.Process, port: int, num_streams: int, num_requests: int, request: bytes) -> dict[str, Any]:
     before, started = process.cpu_times(), time.perf_counter()
-    num_events = uvloop.run(run_streams(port, num_streams, num_requests, request))
+    num_events, _ = uvloop.run(run_streams(port, num_streams, num_requests, request))
     after, elapsed_s = process.cpu_times(), time.perf_counter() - started
-    num_tokens = num_events - num_streams * num_requests  # each answer has one chunk with the role alone
+    num_tokens = num_events - num_streams * num_requests  # each answer has one more chunk: the role's or the usage's
     user_us = (after.user - before.user) / num_tokens * 1e6
     system_us = (after.system - before.system) / num_tokens * 1e6
     return {
@@ -239,9 +251,23 @@ def _timed(process: psutil.Process, port: int, num_streams: int, num_requests: i
     }
 
 
+def _burst(process: psutil.Process, port: int, num_streams: int, request: bytes) -> dict[str, Any]:
+    """All streams ask at once for one token each: the cost of a request, and when the answers have come."""
+    before = process.cpu_times()
+    bursts = [sorted(uvloop.run(run_streams(port, num_streams, 1, request))[1]) for _ in range(_BURSTS)]
+    after = process.cpu_times()
+    cpu_s = after.user + after.system - before.user - before.system
+    return {
+        "cpu_us_per_request": round(cpu_s / (_BURSTS * num_streams) * 1e6, 1),
+        "burst_p50_ms": round(statistics.median(burst[len(burst) // 2] for burst in bursts) * 1e3, 1),
+        "burst_last_ms": round(statistics.median(burst[-1] for burst in bursts) * 1e3, 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--prompts", choices=["chat", "ids"], default="chat", help="chats or completions of token ids")
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--requests", type=int, default=10, help="per stream")

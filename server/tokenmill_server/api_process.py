@@ -140,6 +140,7 @@ class ApiServer:
         with socket.socket(fileno=self._start.listen_fd) as listener:
             server = HttpServer(create_app(self._context), listener, self._counts)
             server.open()
+            self._context.generator.after_outputs(server.flush)
             loop.add_reader(self._channel.fileno(), self._receive)
             self._channel.send(Listening())
             self._receive()

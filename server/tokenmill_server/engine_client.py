@@ -50,6 +50,8 @@ class EngineClient:
         self.num_engines = num_engines
         self.balancer = LoadBalancer(num_engines)
         self.on_output = on_output or _ignore
+        self.on_drained: Callable[[], None] = _nothing
+        """Called when a wake-up has handed out everything that had come."""
         self._run_dir = run_dir
         self._hello = Hello(client, incarnation)
         self._identity = client_identity(client)
@@ -141,8 +143,9 @@ class EngineClient:
             try:
                 frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._handle(frame)
+        self.on_drained()
 
     def _handle(self, frame: bytes) -> None:
         message = self._decoder.decode(frame)
@@ -169,3 +172,7 @@ def _option(socket: "zmq.Socket[bytes]", option: int) -> int:
 
 def _ignore(output: StepOutput) -> None:
     """Outputs of a client that nobody listens to."""
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

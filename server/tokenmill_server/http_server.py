@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 
 from tokenmill_server.accept import Acceptor, ConnectionCounts
 from tokenmill_server.errors import ErrorReply
+from tokenmill_server.write_batch import BatchedTransport, WriteBatch
 
 _KEEP_ALIVE_S = 75
 """Idle connections stay open longer than the pools of common clients and proxies (60 s) keep them."""
@@ -46,12 +47,17 @@ class HttpServer:
         self._state = ServerState()
         self._counts = counts
         self._loop = asyncio.get_running_loop()
+        self._writes = WriteBatch()
         self._acceptor = Acceptor(listener, counts, self._new_protocol)
         self._set_date()
 
     def open(self) -> None:
         """Starts accepting."""
         self._acceptor.open()
+
+    def flush(self) -> None:
+        """Sends what has been written to all connections in this turn of the event loop, which else its end does."""
+        self._writes.flush()
 
     @property
     def num_open(self) -> int:
@@ -75,7 +81,7 @@ class HttpServer:
         await asyncio.sleep(_POLL_S)
 
     def _new_protocol(self) -> asyncio.Protocol:
-        return _CountedProtocol(self._config, self._state, self._counts)
+        return _CountedProtocol(self._config, self._state, self._counts, self._writes)
 
     def _set_date(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
@@ -84,7 +90,8 @@ class HttpServer:
 
 def direct_sink(send: Send) -> Callable[[bytes], bool] | None:
     """A function that puts a body chunk straight on the connection to which `send` belongs, without a coroutine and
-    a task switch for every token. It refuses while the client reads too slowly; `send` waits for it then.
+    a task switch for every token; chunks of one turn of the event loop leave in one write. It refuses while the client
+    reads too slowly; `send` waits for it then.
 
     None if `send` is not this server's own, or the response has not begun or is not chunked.
     """
@@ -111,9 +118,12 @@ class _CountedProtocol(HttpToolsProtocol):
     """Tells when its connection is over. Takes request heads of a limited size, in a limited time, and no bodies that
     stop in the middle. Wishes for another protocol are ignored: the answer is HTTP/1.1."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, counts: ConnectionCounts) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, counts: ConnectionCounts, writes: WriteBatch
+    ) -> None:
         super().__init__(config=config, server_state=state, app_state={})
         self._counts = counts
+        self._writes = writes
         self._in_head = False
         self._num_headers = 0
         self._head_bytes = 0
@@ -127,7 +137,7 @@ class _CountedProtocol(HttpToolsProtocol):
         self._body_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(BatchedTransport(transport, self._writes))
         self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._on_head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -35,6 +35,10 @@ class TextGenerator:
     async def connect(self) -> None:
         """Connects to the engine cores, which must be running."""
         await self._client.start()
+
+    def after_outputs(self, call: Callable[[], None]) -> None:
+        """`call` is called whenever the outputs that had come have been handed to their listeners."""
+        self._client.on_drained = call
 
     def disconnect(self) -> None:
         """Lets go of the engine cores. Nothing may be open."""

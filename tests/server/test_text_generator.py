@@ -78,6 +78,16 @@ async def test_complete(tokenizer: Tokenizer) -> None:
         assert generator.num_open == 0
 
 
+async def test_a_wake_up_ends_with_a_call_however_many_requests_it_served(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, _):
+        calls: list[int] = []
+        generator.after_outputs(lambda: calls.append(generator.num_open))
+        requests = [request(tokenizer, f"word {index}", max_tokens=6) for index in range(30)]
+        await generator.complete_all(requests)
+        assert calls[-1] == 0  # after the last output, whose requests are over by then
+        assert len(calls) < 30 * 6
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 async def test_many_at_once_over_two_engines(tokenizer: Tokenizer, tokens_per_step: int) -> None:
     async with generating(tokenizer, 2, tokens_per_step=tokens_per_step) as (generator, engines):

@@ -64,6 +64,11 @@ class EventBuffer:
         self._chunks.append(data)
         self._wake()
 
+    def finish(self, data: bytes) -> None:
+        """The last bytes. They wait for the reader, who sends them in one piece with the end of the response."""
+        self._chunks.append(data)
+        self.close()
+
     def close(self, error: TokenmillError | None = None) -> None:
         self.closed = True
         self.error = error

@@ -48,15 +48,14 @@ class StreamSession:
         """`num_choices` more choices must finish before the stream ends."""
         self._num_open += num_choices
 
-    def choice_finished(self) -> None:
-        """After the last one, the end of the stream is written."""
+    def choice_finished(self, last_chunk: bytes) -> None:
+        """Writes the last chunk of a choice; after that of the last choice also the end of the stream."""
         self._num_open -= 1
         if self._num_open > 0:
+            self.buffer.write(last_chunk)
             return
-        if self.options.include_usage:
-            self.buffer.write(self.usage_chunk(self.usage()))
-        self.buffer.write(DONE)
-        self.buffer.close()
+        usage = self.usage_chunk(self.usage()) if self.options.include_usage else b""
+        self.buffer.finish(b"".join((last_chunk, usage, DONE)))
 
     def usage(self) -> Usage:
         """Tokens so far."""
@@ -173,10 +172,12 @@ class ChoiceStream:
         body["finish_reason"] = choice.finish_reason
         if finished:
             body["stop_reason"] = choice.stop_reason
-        self._write(self._session.chunk(body))
+        chunk = self._session.chunk(body)
         state.clear()
         if finished:
-            self._session.choice_finished()
+            self._session.choice_finished(chunk)
+        else:
+            self._write(chunk)
 
 
 class ChatShape:

@@ -63,6 +63,16 @@ async def test_an_attached_sink_gets_everything_at_once() -> None:
     assert await reading == b""
 
 
+async def test_the_last_bytes_are_left_to_the_reader() -> None:
+    buffer, connection = EventBuffer(), Connection()
+    buffer.attach(connection)
+    reading = asyncio.ensure_future(buffer.read())
+    await asyncio.sleep(0)
+    buffer.write(b"a")
+    buffer.finish(b"end")
+    assert (await reading, connection.taken, buffer.closed) == (b"end", [b"a"], True)
+
+
 async def test_nothing_overtakes_what_the_sink_refused() -> None:
     buffer, connection = EventBuffer(), Connection()
     buffer.attach(connection)
