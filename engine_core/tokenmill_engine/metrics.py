@@ -12,9 +12,7 @@ import glob
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -22,6 +20,7 @@ from prometheus_client.values import ValueClass
 
 from tokenmill_engine.ipc.files import reserve
 from tokenmill_engine.messages import EngineLoad, FinishReason
+from tokenmill_engine.metric_series import SeriesBuilder
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -64,111 +63,6 @@ def token_count_buckets(max_model_len: int) -> tuple[int, ...]:
     return tuple(buckets)
 
 
-class BatchHistogram(Histogram):
-    """A histogram that takes the observations of a whole step at once."""
-
-    def observe_many(self, values: Sequence[float] | NDArray[np.float64]) -> None:
-        """Same result as `observe` for each value; costs per bucket touched, not per value."""
-        array = np.asarray(values, dtype=np.float64)
-        if array.size == 0:
-            return
-        counts = np.bincount(np.searchsorted(self._upper_bounds, array, side="left"))
-        self._sum.inc(float(array.sum()))
-        for bucket in np.flatnonzero(counts).tolist():
-            self._buckets[bucket].inc(int(counts[bucket]))
-
-
-class CounterSeries:
-    """One counter series, once per namespace."""
-
-    __slots__ = ("_series",)
-
-    def __init__(self, series: Sequence[Counter]) -> None:
-        self._series = series
-
-    def inc(self, amount: float = 1) -> None:
-        for series in self._series:
-            series.inc(amount)
-
-
-class GaugeSeries:
-    """One gauge series, once per namespace. Writes only when the value changes."""
-
-    __slots__ = ("_last", "_series")
-
-    def __init__(self, series: Sequence[Gauge]) -> None:
-        self._series = series
-        self._last: float | None = None
-
-    def set(self, value: float) -> None:
-        if value != self._last:
-            self._last = value
-            for series in self._series:
-                series.set(value)
-
-
-class HistogramSeries:
-    """One histogram, once per namespace."""
-
-    __slots__ = ("_series",)
-
-    def __init__(self, series: Sequence[BatchHistogram]) -> None:
-        self._series = series
-
-    def observe(self, value: float) -> None:
-        for series in self._series:
-            series.observe(value)
-
-    def observe_many(self, values: Sequence[float] | NDArray[np.float64]) -> None:
-        for series in self._series:
-            series.observe_many(values)
-
-
-class _Builder:
-    """Creates series under every namespace's prefix with a fixed set of labels; each exists, at 0, from then on."""
-
-    def __init__(self, prefixes: Iterable[str], labels: Mapping[str, str], registry: CollectorRegistry) -> None:
-        self._prefixes = tuple(prefixes)
-        self._labels = dict(labels)
-        self._registry = registry
-
-    def counter(self, name: str, help_text: str) -> CounterSeries:
-        return self.counters(name, help_text, [{}])[0]
-
-    def counters(self, name: str, help_text: str, variants: Sequence[Mapping[str, str]]) -> list[CounterSeries]:
-        """One series per variant of the extra labels, all of one metric."""
-        names = [*self._labels, *variants[0]]
-        metrics = [Counter(prefix + name, help_text, names, registry=self._registry) for prefix in self._prefixes]
-        return [CounterSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
-
-    def gauge(self, name: str, help_text: str) -> GaugeSeries:
-        return self.gauges(name, help_text, [{}])[0]
-
-    def gauges(self, name: str, help_text: str, variants: Sequence[Mapping[str, str]]) -> list[GaugeSeries]:
-        names = [*self._labels, *variants[0]]
-        metrics = [
-            Gauge(prefix + name, help_text, names, registry=self._registry, multiprocess_mode="mostrecent")
-            for prefix in self._prefixes
-        ]
-        series = [GaugeSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
-        for one in series:
-            one.set(0)
-        return series
-
-    def histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> HistogramSeries:
-        return self.histograms(name, help_text, buckets, [{}])[0]
-
-    def histograms(
-        self, name: str, help_text: str, buckets: Sequence[float], variants: Sequence[Mapping[str, str]]
-    ) -> list[HistogramSeries]:
-        names = [*self._labels, *variants[0]]
-        metrics = [
-            BatchHistogram(prefix + name, help_text, names, registry=self._registry, buckets=buckets)
-            for prefix in self._prefixes
-        ]
-        return [HistogramSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
-
-
 def _prefixes(namespaces: Iterable[str]) -> list[str]:
     return [f"{namespace}:" for namespace in namespaces]
 
@@ -205,14 +99,14 @@ class EngineMetrics:
         self._registry = registry or CollectorRegistry()
         self._prefixes = _prefixes(namespaces)
         self._engine = str(engine)
-        self._build = build = _Builder(
+        self._build = build = SeriesBuilder(
             self._prefixes, {"model_name": model_name, "engine": self._engine}, self._registry
         )
         self._add_state(build)
         self._add_token_counters(build)
         self._add_request_histograms(build, token_count_buckets(max_model_len))
 
-    def _add_state(self, build: _Builder) -> None:
+    def _add_state(self, build: SeriesBuilder) -> None:
         self.num_requests_running = build.gauge("num_requests_running", "Requests that hold a slot of the batch.")
         self.num_requests_waiting = build.gauge("num_requests_waiting", "Requests that wait to be scheduled.")
         self._waiting_for_capacity, self._deferred = build.gauges(
@@ -231,7 +125,7 @@ class EngineMetrics:
             "num_preemptions_total", "Requests preempted because KV cache blocks ran out."
         )
 
-    def _add_token_counters(self, build: _Builder) -> None:
+    def _add_token_counters(self, build: SeriesBuilder) -> None:
         self.prefix_cache_queries = build.counter("prefix_cache_queries_total", "Tokens looked up in the prefix cache.")
         self.prefix_cache_hits = build.counter("prefix_cache_hits_total", "Tokens found in the prefix cache.")
         self._prompt_tokens = build.counter("prompt_tokens_total", "Prompt tokens prefilled, cached ones included.")
@@ -246,7 +140,7 @@ class EngineMetrics:
             "iteration_tokens_total", "Tokens computed in one engine step.", ITERATION_TOKENS_BUCKETS
         )
 
-    def _add_request_histograms(self, build: _Builder, token_buckets: Sequence[int]) -> None:
+    def _add_request_histograms(self, build: SeriesBuilder, token_buckets: Sequence[int]) -> None:
         counters = build.counters(
             "request_success_total",
             "Requests that ended, by reason.",
@@ -313,7 +207,7 @@ class EngineMetrics:
     def set_cache_config(self, values: Mapping[str, object]) -> None:
         """Publish the KV cache's configuration as labels of `cache_config_info`."""
         labels = {name: str(value) for name, value in values.items()}
-        build = _Builder(self._prefixes, labels | {"engine": self._engine}, self._registry)
+        build = SeriesBuilder(self._prefixes, labels | {"engine": self._engine}, self._registry)
         build.gauge("cache_config_info", "Configuration of the KV cache.").set(1)
 
 
@@ -335,7 +229,7 @@ class FrontendMetrics:
         registry = registry or CollectorRegistry()
         prefixes = _prefixes(namespaces)
         engines = [{"engine": str(engine)} for engine in range(num_engines)]
-        build = _Builder(prefixes, {"model_name": model_name}, registry)
+        build = SeriesBuilder(prefixes, {"model_name": model_name}, registry)
         self.time_to_first_token = build.histograms(
             "time_to_first_token_seconds",
             "From arrival of the HTTP request to its first token.",
@@ -364,7 +258,7 @@ class FrontendMetrics:
             token_count_buckets(max_model_len),
             engines,
         )
-        rejections = _Builder(prefixes, {}, registry).counters(
+        rejections = SeriesBuilder(prefixes, {}, registry).counters(
             "admission_rejections_total",
             "Requests refused because a queue limit was reached; there is no such limit, so always 0.",
             [{"reason": reason} for reason in _REJECTION_REASONS],

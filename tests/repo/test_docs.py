@@ -66,7 +66,7 @@ def test_make_targets_exist(page: Path) -> None:
 def test_flags_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = {flag.name for flag in FLAGS.values()} | {f"no-{flag.name}" for flag in FLAGS.values()}
     known |= {row.name for row in UNSUPPORTED.values()} | OTHER_PROGRAMS_FLAGS
-    for command in ("serve", "throughput", "latency", "compare"):
+    for command in ("serve", "throughput", "latency", "scheduler", "compare"):
         with pytest.raises(SystemExit):
             bench_cli.main([command, "--help"])
     with pytest.raises(SystemExit):

@@ -97,10 +97,12 @@ class KVCacheManager:
         """
         tables = self._tables[request_id].block_ids
         count = -(-num_tokens // self.block_size) - len(tables[0])
-        new = tuple(self.pool.allocate(count) for _ in tables)
-        for table, block_ids in zip(tables, new, strict=True):
-            table.extend(block_ids)
-        return new
+        new = []
+        for table in tables:
+            block_ids = self.pool.allocate(count)
+            table += block_ids
+            new.append(block_ids)
+        return tuple(new)
 
     def publish(self, request_id: int, hashes: Sequence[BlockHash], num_full: int) -> None:
         """Name the request's first `num_full` blocks of each group: computed, and never written again."""

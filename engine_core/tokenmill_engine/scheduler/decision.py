@@ -103,7 +103,7 @@ class Decider:
         singles = singles[: allowance.num_decodes]
         if num_single == len(running):
             return singles, np.ones(len(singles), dtype=np.int32), allowance
-        many = np.flatnonzero(~is_single)
+        many = (~is_single).nonzero()[0]
         num_computed = table.num_computed[running[many]]
         chunks = [allowance.grant(*row) for row in zip(pending[many].tolist(), num_computed.tolist(), strict=True)]
         num_chunks = len(chunks) - chunks.count(0)
@@ -115,7 +115,7 @@ class Decider:
     def _growth(self, slots: IntArray, num_scheduled: IntArray) -> tuple[IntArray, int]:
         """Rows whose tokens exceed their blocks, and how many blocks they lack together."""
         lacking = self._table.num_computed[slots] + num_scheduled - self._table.capacity[slots]
-        growing = np.flatnonzero(lacking > 0).astype(np.int32)
+        growing = (lacking > 0).nonzero()[0].astype(np.int32)
         if len(growing) == 0:
             return growing, 0
         num_blocks = -(-lacking[growing] // self._kv.block_size)

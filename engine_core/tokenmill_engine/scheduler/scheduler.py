@@ -141,7 +141,7 @@ class Scheduler:
         if step.plan is not plan or result.step != plan.step:
             raise ValueError(f"step {plan.step} committed with result {result.step}; due is {step.plan.step}")
         table = self._table
-        rows = np.flatnonzero(table.epochs[plan.slots] == step.epochs)
+        rows = (table.epochs[plan.slots] == step.epochs).nonzero()[0]
         stops, rows = self._failed_rows(plan, result, rows)
         slots = plan.slots[rows]
         table.num_committed[slots] += plan.num_scheduled[rows]
@@ -310,17 +310,19 @@ class Scheduler:
         """Name the blocks that this step completed, so that other requests find them."""
         table, block_size = self._table, self._kv.block_size
         slots = slots[table.num_committed[slots] >= table.next_full[slots]]
-        for slot, num_committed in zip(slots.tolist(), table.num_committed[slots].tolist(), strict=True):
+        if len(slots) == 0:
+            return
+        num_full_blocks = table.num_committed[slots] // block_size
+        table.next_full[slots] = (num_full_blocks + 1) * block_size
+        for slot, num_full in zip(slots.tolist(), num_full_blocks.tolist(), strict=True):
             request = table.request(slot)
             hashes = request.block_hashes
-            num_full = num_committed // block_size
             while len(hashes) < num_full:
                 start, end = len(hashes) * block_size, (len(hashes) + 1) * block_size
                 parent = hashes[-1] if hashes else request.cache_key.root()
                 token_ids = table.token_ids(request, start, end).tobytes()
                 hashes.append(hash_block(parent, token_ids, request.cache_key.extra(start, end)))
             self._kv.publish(request.request_id, hashes, num_full)
-            table.next_full[slot] = (num_full + 1) * block_size
 
     def _make_outcome(
         self,
@@ -334,7 +336,7 @@ class Scheduler:
         tells = kept > 0
         if stops or prompt_logprobs:
             tells[[*stops, *prompt_logprobs]] = True
-        rows = np.flatnonzero(tells)
+        rows = tells.nonzero()[0]
         entries = np.cumsum(tells) - 1
         columns = np.arange(result.token_ids.shape[1])
         outcome = StepOutcome(
@@ -361,7 +363,7 @@ class Scheduler:
         """Entries that sampled for the first time."""
         now = time.monotonic()
         prefilled = {}
-        for entry in np.flatnonzero(self._table.num_outputs[plan.slots[rows]] == kept[rows]).tolist():
+        for entry in (self._table.num_outputs[plan.slots[rows]] == kept[rows]).nonzero()[0].tolist():
             row = int(rows[entry])
             request = self._table.request(int(plan.slots[row]))
             failed = row in stops and stops[row].reason is FinishReason.ERROR

@@ -29,7 +29,7 @@ def append_tokens(
     kept = np.zeros(len(slots), dtype=np.int32)
     stops: dict[int, Stop] = {}
     for column in range(token_ids.shape[1]):
-        rows = np.flatnonzero(num_new > column)
+        rows = (num_new > column).nonzero()[0]
         if stops:
             rows = rows[~np.isin(rows, list(stops))]
         position = table.num_outputs[slots[rows]]
@@ -57,7 +57,7 @@ def _find_stops(
     at_eos &= table.stops_at_eos[slots]
     at_limit = table.num_outputs[slots] >= table.max_outputs[slots]
     stops: dict[int, Stop] = {}
-    for index in np.flatnonzero(at_eos | at_limit | table.has_stop_ids[slots]).tolist():
+    for index in (at_eos | at_limit | table.has_stop_ids[slots]).nonzero()[0].tolist():
         request = table.request(int(slots[index]))
         token_id = int(tokens[index])
         may_stop = table.num_outputs[slots[index]] >= request.sampling.min_tokens

@@ -1,4 +1,4 @@
-"""`tokenmill bench serve | throughput | latency | compare`: the command lines of the benchmarks."""
+"""`tokenmill bench serve | throughput | latency | scheduler | compare`: the command lines of the benchmarks."""
 
 import argparse
 import math
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.bench import compare, compare_cli, latency, serve, throughput
+from tokenmill_server.bench import compare, compare_cli, latency, scheduler, serve, throughput
 from tokenmill_server.bench.values import (
     count,
     goal,
@@ -31,10 +31,12 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _build_parser()
     options, rest = parser.parse_known_args(argv)
-    if options.benchmark in ("serve", "compare") and rest:
+    if options.benchmark in ("serve", "scheduler", "compare") and rest:
         parser.error(f"unknown argument {rest[0]}")
     if options.benchmark == "serve":
         return serve.run(_serve_bench(options))
+    if options.benchmark == "scheduler":
+        return scheduler.run(scheduler.bench_of(options))
     if options.benchmark == "compare":
         return compare.run(compare_cli.compare_of(options))
     if options.benchmark == "throughput":
@@ -44,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tokenmill bench", description="Measure a server or the offline engine.")
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{serve,throughput,latency,compare}")
+    commands = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="{serve,throughput,latency,scheduler,compare}"
+    )
     _add_serve(commands.add_parser("serve", allow_abbrev=False, help="online: latencies and throughput of a server"))
     engine_flags = "Every other flag is an engine flag of `tokenmill serve`, for example --dtype or --max-num-seqs."
     offline = commands.add_parser(
@@ -55,6 +59,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "latency", allow_abbrev=False, help="offline: seconds per fixed batch", epilog=engine_flags
     )
     _add_latency(single)
+    host = commands.add_parser("scheduler", allow_abbrev=False, help="what a step costs the engine core's host")
+    scheduler.add_arguments(host)
     both = commands.add_parser("compare", allow_abbrev=False, help="us and a peer in turn on this machine")
     compare_cli.add_arguments(both)
     return parser

@@ -20,7 +20,7 @@ usage: tokenmill COMMAND [arguments]
 commands:
   serve    serve a model over an OpenAI-compatible HTTP API
   chat     talk to a running server
-  bench    measure a server (serve), the engine (throughput, latency) or both beside a peer (compare)
+  bench    measure a server (serve), the engine (throughput, latency, scheduler) or both beside a peer (compare)
 
 `tokenmill COMMAND --help` says more; `tokenmill --version` prints the version.
 """

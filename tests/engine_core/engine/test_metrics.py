@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tokenmill_engine.messages import EngineLoad, FinishReason
+from tokenmill_engine.metric_series import BatchHistogram
 from tokenmill_engine.metrics import (
-    BatchHistogram,
     EngineMetrics,
     FrontendMetrics,
     render_metrics,
@@ -26,6 +26,7 @@ ENGINE_SERIES = [
     'num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"}',
     "kv_cache_usage_perc",
     "num_preemptions_total",
+    "mixed_step_token_budget",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
     "prompt_tokens_total",
@@ -38,6 +39,7 @@ ENGINE_SERIES = [
         for part in ("bucket", "sum", "count")
         for name in (
             "iteration_tokens_total",
+            "step_time_seconds",
             "request_prompt_tokens",
             "request_generation_tokens",
             "request_params_max_tokens",

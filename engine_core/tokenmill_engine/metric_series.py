@@ -1,0 +1,115 @@
+"""Kinds of Prometheus series, each written under every configured prefix at once. Torch-free.
+
+No prefix means no series: every method is then a cheap no-op.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class BatchHistogram(Histogram):
+    """A histogram that takes the observations of a whole step at once."""
+
+    def observe_many(self, values: Sequence[float] | NDArray[np.float64]) -> None:
+        """Same result as `observe` for each value; costs per bucket touched, not per value."""
+        array = np.asarray(values, dtype=np.float64)
+        if array.size == 0:
+            return
+        counts = np.bincount(np.searchsorted(self._upper_bounds, array, side="left"))
+        self._sum.inc(float(array.sum()))
+        for bucket in np.flatnonzero(counts).tolist():
+            self._buckets[bucket].inc(int(counts[bucket]))
+
+
+class CounterSeries:
+    """One counter series, once per namespace."""
+
+    __slots__ = ("_series",)
+
+    def __init__(self, series: Sequence[Counter]) -> None:
+        self._series = series
+
+    def inc(self, amount: float = 1) -> None:
+        for series in self._series:
+            series.inc(amount)
+
+
+class GaugeSeries:
+    """One gauge series, once per namespace. Writes only when the value changes."""
+
+    __slots__ = ("_last", "_series")
+
+    def __init__(self, series: Sequence[Gauge]) -> None:
+        self._series = series
+        self._last: float | None = None
+
+    def set(self, value: float) -> None:
+        if value != self._last:
+            self._last = value
+            for series in self._series:
+                series.set(value)
+
+
+class HistogramSeries:
+    """One histogram, once per namespace."""
+
+    __slots__ = ("_series",)
+
+    def __init__(self, series: Sequence[BatchHistogram]) -> None:
+        self._series = series
+
+    def observe(self, value: float) -> None:
+        for series in self._series:
+            series.observe(value)
+
+    def observe_many(self, values: Sequence[float] | NDArray[np.float64]) -> None:
+        for series in self._series:
+            series.observe_many(values)
+
+
+class SeriesBuilder:
+    """Creates series under every namespace's prefix with a fixed set of labels; each exists, at 0, from then on."""
+
+    def __init__(self, prefixes: Iterable[str], labels: Mapping[str, str], registry: CollectorRegistry) -> None:
+        self._prefixes = tuple(prefixes)
+        self._labels = dict(labels)
+        self._registry = registry
+
+    def counter(self, name: str, help_text: str) -> CounterSeries:
+        return self.counters(name, help_text, [{}])[0]
+
+    def counters(self, name: str, help_text: str, variants: Sequence[Mapping[str, str]]) -> list[CounterSeries]:
+        """One series per variant of the extra labels, all of one metric."""
+        names = [*self._labels, *variants[0]]
+        metrics = [Counter(prefix + name, help_text, names, registry=self._registry) for prefix in self._prefixes]
+        return [CounterSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
+
+    def gauge(self, name: str, help_text: str) -> GaugeSeries:
+        return self.gauges(name, help_text, [{}])[0]
+
+    def gauges(self, name: str, help_text: str, variants: Sequence[Mapping[str, str]]) -> list[GaugeSeries]:
+        names = [*self._labels, *variants[0]]
+        metrics = [
+            Gauge(prefix + name, help_text, names, registry=self._registry, multiprocess_mode="mostrecent")
+            for prefix in self._prefixes
+        ]
+        series = [GaugeSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
+        for one in series:
+            one.set(0)
+        return series
+
+    def histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> HistogramSeries:
+        return self.histograms(name, help_text, buckets, [{}])[0]
+
+    def histograms(
+        self, name: str, help_text: str, buckets: Sequence[float], variants: Sequence[Mapping[str, str]]
+    ) -> list[HistogramSeries]:
+        names = [*self._labels, *variants[0]]
+        metrics = [
+            BatchHistogram(prefix + name, help_text, names, registry=self._registry, buckets=buckets)
+            for prefix in self._prefixes
+        ]
+        return [HistogramSeries([m.labels(**self._labels, **extra) for m in metrics]) for extra in variants]
