@@ -177,6 +177,31 @@ def test_forced_preemption_changes_nothing(asynchronous: bool) -> None:
     assert together == alone
 
 
+def test_a_latency_target_changes_when_prompts_are_computed_and_not_what_comes_out() -> None:
+    prompts = [[5, 6, 7], [number % 50 + 3 for number in range(300)]]
+    sampling = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    answers, budgets, logs = [], [], []
+    for target_itl_ms in (None, 0.001):
+        scheduler = SchedulerConfig(4, 512, explicit_budget=target_itl_ms is None, target_itl_ms=target_itl_ms)
+        with running_engine(tiny_engine_config(max_model_len=512, num_blocks=64, scheduler=scheduler)) as engine:
+            talker = EngineTalker(engine.run_dir, 0)
+            streaming = talker.add(prompts[0], sampling)
+            while not talker.answers[streaming].tokens:
+                talker.poll()
+            answers.append([answer.tokens for answer in talker.finish(streaming, talker.add(prompts[1], sampling))])
+            metrics = render_metrics(os.path.join(engine.run_dir, "metrics")).decode()
+            budgets.append(re.findall(r"tokenmill:mixed_step_token_budget{.*} (\S+)", metrics))
+            steps = float(re.findall(r"tokenmill:step_time_seconds_count{.*} (\S+)", metrics)[0])
+            assert steps == float(re.findall(r"tokenmill:iteration_tokens_total_count{.*} (\S+)", metrics)[0])
+            logs.append(engine.log.read_text())
+            talker.close()
+    assert answers[0] == answers[1]
+    assert budgets == [["512.0"], ["33.0"]]
+    assert "token budget: 512 tokens in every step, as asked for" in logs[0]
+    assert "token budget: at most 512 tokens in a step; beside running streams as many as keep the step" in logs[1]
+    assert [log.count("--target-itl-ms 0.001 cannot be kept") for log in logs] == [0, 1]
+
+
 PARENT = """
 import sys, time
 from tokenmill_engine.ipc.child import spawn_child
