@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_server.context import ServerContext
@@ -39,6 +39,44 @@ class _PlainRoute(APIRoute):
         return endpoint
 
 
+class _Shortcut:
+    """Calls the endpoints that generate text directly. The framework's layers around an endpoint cost a third of what
+    such a request costs, and do nothing for it that is not done here. Everything else goes through them."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._routes = {
+            route.path: route
+            for route in app.routes
+            if isinstance(route, APIRoute) and route.endpoint in (create_chat_completion, create_completion)
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["app"], scope["route"] = self._app, route
+        started = False
+
+        async def send_watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        request = Request(scope, receive, send_watched)
+        try:
+            response = await route.endpoint(request)
+            await response(scope, receive, send_watched)
+        except Exception as error:
+            if started:
+                raise
+            answer = _answer_nobody if isinstance(error, ClientGoneError) else _answer_error
+            await (await answer(request, error))(scope, receive, send)
+            if not isinstance(error, (TokenmillError, ValidationError, ClientGoneError)):
+                raise  # the HTTP server logs the traceback
+
+
 def create_app(context: ServerContext) -> ASGIApp:
     """All routes, errors in OpenAI's shape for each of them."""
     app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False)
@@ -50,7 +88,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     app.add_exception_handler(404, _answer_unknown_route)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
-    return RequestFrame(app, context.config.api_keys, context.metrics)
+    return RequestFrame(_Shortcut(app), context.config.api_keys, context.metrics)
 
 
 def _add_routes(app: FastAPI) -> None:

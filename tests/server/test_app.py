@@ -1,0 +1,89 @@
+"""The endpoints that are called without the framework's layers answer whatever happens in them, once."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from tests.support.api_server import MODEL_NAME, engine_config
+from tokenmill_server.api_process import build_context
+from tokenmill_server.app import create_app
+from tokenmill_server.config import ServerConfig
+from tokenmill_server.context import ServerContext
+from tokenmill_server.control import ApiServerStart
+from tokenmill_server.readiness import Phase
+
+BODY = b'{"prompt": [1, 2, 3], "max_tokens": 1, "stream": true}'
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerContext]:
+    """Of a server whose engine is not there."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    server = ServerConfig(served_model_names=(MODEL_NAME,))
+    context = build_context(ApiServerStart(0, 0, str(tmp_path), 0, server, engine_config()))
+    context.readiness.move(Phase.READY)
+    yield context
+    context.generator.disconnect()
+
+
+def ask(context: ServerContext, method: str = "POST", path: str = "/v1/completions") -> tuple[list[Message], Any]:
+    """What the application sends for one request, and what it raises."""
+
+    async def run() -> tuple[list[Message], Any]:
+        sent: list[Message] = []
+        received = iter([{"type": "http.request", "body": BODY, "more_body": False}])
+
+        async def receive() -> Message:
+            message = next(received, None)
+            if message is None:
+                await asyncio.Event().wait()
+            assert message is not None
+            return message
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "root_path": ""}
+        scope |= {"headers": [(b"content-type", b"application/json")], "http_version": "1.1", "state": {}}
+        try:
+            await create_app(context)(scope, receive, send)
+        except Exception as error:
+            return sent, error
+        return sent, None
+
+    return asyncio.run(run())
+
+
+def test_an_error_of_the_request_is_answered(context: ServerContext) -> None:
+    context.inputs.max_model_len = 2
+    (start, body), error = ask(context)
+    assert (start["status"], error) == (400, None)
+    assert b"maximum context length is 2 tokens" in body["body"]
+    assert b"x-request-id" in dict(start["headers"])
+
+
+def test_a_bug_is_answered_and_told(context: ServerContext) -> None:
+    context.inputs.vocab_size = "many"  # type: ignore[assignment]
+    (start, body), error = ask(context)
+    assert start["status"] == 500
+    assert b"internal" in body["body"]
+    assert isinstance(error, TypeError)
+
+
+def test_an_engine_that_is_gone_is_an_http_error(context: ServerContext) -> None:
+    (start, body), error = ask(context)
+    assert (start["status"], error) == (500, None)
+    assert b"the engine is not connected" in body["body"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/completions", 405), ("POST", "/v1/completion", 404), ("GET", "/v1/models", 200)],
+)
+def test_everything_else_goes_its_usual_way(context: ServerContext, method: str, path: str, status: int) -> None:
+    sent, error = ask(context, method, path)
+    assert (sent[0]["status"], error) == (status, None)
