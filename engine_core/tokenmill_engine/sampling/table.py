@@ -58,7 +58,14 @@ def features_of(params: SamplingParams, edits: LogitEdits | None) -> int:
 class SamplingTable:
     """One row per slot. On the CPU the device tables share memory with their host copies."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        storage: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """`storage`: `floats` and `integers`, for which the owner of the memory sends the rows of slots that start."""
         self.vocab_size = vocab_size
         self.device = device
         self.version = 0
@@ -69,10 +76,12 @@ class SamplingTable:
         self.edits: dict[int, LogitEdits] = {}
         self._host_floats = np.zeros((num_slots, columns.NUM_FLOATS), np.float32)
         self._host_integers = np.zeros((num_slots, columns.NUM_INTEGERS), np.int64)
-        self.floats = torch.from_numpy(self._host_floats).to(device)
-        """float32 [num_slots, NUM_FLOATS]: columns as in `tokenmill_kernels.sampling_columns`."""
-        self.integers = torch.from_numpy(self._host_integers).to(device)
-        """int64 [num_slots, NUM_INTEGERS]"""
+        self._sends = storage is None and device.type != "cpu"
+        if storage is None:
+            storage = torch.from_numpy(self._host_floats).to(device), torch.from_numpy(self._host_integers).to(device)
+        self.floats, self.integers = storage
+        """float32 [num_slots, NUM_FLOATS] and int64 [num_slots, NUM_INTEGERS]: columns as in
+        `tokenmill_kernels.sampling_columns`."""
 
     def start(self, starts: Sequence[SlotStart]) -> None:
         """Write the parameters of requests that take a slot."""
@@ -81,12 +90,16 @@ class SamplingTable:
         self.version += 1
         for start in starts:
             self._write_host(start)
-        if self.device.type != "cpu":
+        if self._sends:
             # The last start of a slot wins; duplicate rows carry equal values.
             slots = np.array([start.slot for start in starts], np.int64)
             rows = to_device(slots, self.device)
             self.floats.index_copy_(0, rows, to_device(self._host_floats[slots], self.device))
             self.integers.index_copy_(0, rows, to_device(self._host_integers[slots], self.device))
+
+    def host_row(self, slot: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """What belongs in the slot's rows of `floats` and `integers`."""
+        return self._host_floats[slot], self._host_integers[slot]
 
     def _write_host(self, start: SlotStart) -> None:
         slot, params = start.slot, start.sampling

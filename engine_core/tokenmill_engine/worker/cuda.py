@@ -19,7 +19,6 @@ from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_steps import CudaSteps
-from tokenmill_engine.worker.cuda_writes import ScatterWriter
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
 from tokenmill_engine.worker.model_runner import ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, MOST_MEMORY, prefill_sizes, prompt_lengths, rehearsal_plan
@@ -53,7 +52,7 @@ class CudaBackend:
         return self._prefill_costs
 
     def make_tables(self, shape: SlotShape) -> SlotTables:
-        return SlotTables(shape, self.device, ScatterWriter)
+        return SlotTables(shape, self.device, shared=False)
 
     def attach(self, model: DenseDecoder, tables: SlotTables, groups: Sequence[KVGroup]) -> None:
         self._model, self._tables, self._groups = model, tables, groups
@@ -75,7 +74,7 @@ class CudaBackend:
 
     def start(self, kv_caches: KVCaches) -> ModelRunner:
         self._steps.kv_caches = kv_caches
-        self._inputs.clear()
+        self._inputs.ring.clear()
         started = time.monotonic()
         calls = self._steps.graph_calls()
         for shape, call in log_progress_bar(logger, calls, desc="capturing CUDA graphs"):
@@ -111,13 +110,14 @@ class CudaBackend:
     def _rehearse(self) -> None:
         """Run every kernel that steps of all sizes will need, on few layers and no requests: so they are compiled and
         loaded, and libraries have their work space on the streams that run and capture."""
-        self._inputs.clear()
+        self._inputs.ring.clear()
         ops.prepare_linears(self._model.linear_shapes(), self._model.dtype, self.device)
         few = self._steps.excerpt()
         calls = [call for _, call in few.graph_calls()]
         calls += [partial(few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._prefill_plans()]
         self._compile(calls)
         self._graphs.rehearse(calls)
+        self._inputs.ring.clear()
 
     @torch.inference_mode()
     def _compile(self, calls: Sequence[Call]) -> None:
@@ -146,7 +146,7 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = DeviceMemory.of(self.device).free
-        self._inputs.clear()
+        self._inputs.ring.clear()
         largest = self._steps.largest_graph_calls()
         for shape, call in largest:
             self._graphs.capture(shape, call)

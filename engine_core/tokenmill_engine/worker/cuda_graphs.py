@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-Call = Callable[[], object]
+Call = Callable[[], torch.Tensor]
 
 
 class GraphStore:
@@ -16,16 +16,17 @@ class GraphStore:
 
     def clear(self) -> None:
         """Forget all graphs; their memory goes back to the allocator."""
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def replay(self, key: Hashable) -> bool:
-        """Enqueue the graph of `key` on the current stream, if there is one."""
-        graph = self._graphs.get(key)
-        if graph is None:
-            return False
+    def replay(self, key: Hashable) -> torch.Tensor | None:
+        """Enqueue the graph of `key` on the current stream; what its call returned, or None if there is no graph."""
+        recorded = self._graphs.get(key)
+        if recorded is None:
+            return None
+        graph, result = recorded
         graph.replay()
-        return True
+        return result
 
     @torch.inference_mode()
     def capture(self, key: Hashable, call: Call) -> None:
@@ -37,10 +38,10 @@ class GraphStore:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                call()
+                result = call()
             finally:
                 graph.capture_end()
-        self._graphs[key] = graph
+        self._graphs[key] = graph, result
 
     @torch.inference_mode()
     def rehearse(self, calls: Sequence[Call]) -> None:

@@ -1,5 +1,5 @@
-"""Changes of the slot tables on their way to a GPU: runs of values in pinned memory, which one kernel reads and
-scatters. Usually one launch per step, however many requests it is for."""
+"""Changes of the slot tables that are too large for the entry of their step: runs of values in pinned memory, which a
+kernel reads and scatters."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _RING_SIZE = 4
 
 
 class ScatterWriter:
-    """As `slots.TableWriter`. Never waits, unless more than a few large changes are on their way."""
+    """Never waits, unless more than a few large changes are on their way."""
 
     def __init__(self, buffer: torch.Tensor, max_runs: int = _MAX_RUNS, max_values: int = _MAX_VALUES) -> None:
         """A launch carries at most `max_runs` runs and `max_values` values."""
@@ -26,6 +26,7 @@ class ScatterWriter:
         self._max_runs, self._max_values = max_runs, max_values
 
     def write(self, writes: Sequence[Write]) -> None:
+        """Enqueue: put every run of values into its place; the places do not overlap."""
         staging = self._ring.take()
         for offset, values in writes:
             done, count = 0, len(values)

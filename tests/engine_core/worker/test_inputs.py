@@ -50,9 +50,9 @@ def test_device_kernels_prepare_the_same(num_decodes: int, num_chunks: int, padd
         on_device.num_computed.copy_(on_cpu.num_computed)
         on_device.tokens.num_tokens.copy_(on_cpu.tokens.num_tokens)
         expected = cpu.prepare(plan)
-        sent = np.full(len(device.sent), 10_000, np.int32)
-        rows = device.stage(plan, sent)
-        device.sent.copy_(torch.from_numpy(sent))
+        rows = device.stage(plan, device.ring.begin())
+        device.receive()
+        device.ring.count()
         num_samples = len(expected.rows.sample_rows)
         shape = ladder.padded(plan) if padded else exact_shape(plan, num_samples)
         assert shape is not None
@@ -66,7 +66,7 @@ def test_device_kernels_prepare_the_same(num_decodes: int, num_chunks: int, padd
             assert shape.num_outputs is not None
             assert shape.num_outputs >= num_samples
             chosen = device.logit_index.tolist()
-            assert chosen == expected.logit_index.tolist() + [-1] * (len(chosen) - len(expected.logit_index))
+            assert chosen == [*expected.logit_index.tolist()[:num_samples], *[-1] * (len(chosen) - num_samples)]
         sampled = torch.arange(60, 60 + num_samples, dtype=torch.int32)
         cpu.advance(plan, expected.rows, sampled)
         rows_that_sample = ladder.sample_size(num_samples) if padded and num_samples else num_samples
@@ -100,9 +100,12 @@ def test_inputs_without_a_request() -> None:
     before = tables.tokens.token_ids.clone()
     ladder = Ladder(max_num_seqs=6, max_tokens=64)
     inputs = CudaInputs(tables, BLOCK_SIZE, ladder.num_rows, max_tokens=64)
-    inputs.sent.fill_(3)
-    inputs.clear()
+    inputs.stage(
+        random_plan(np.random.default_rng(1), filled_tables(np.random.default_rng(1)), 2, 2), inputs.ring.begin()
+    )
+    inputs.ring.clear()
     for shape in ladder.shapes():
+        inputs.receive()
         batch = inputs.expand(shape)
         assert batch.seq_lens.tolist() == [0] * shape.num_rows
         assert all(group.slot_mapping.tolist() == [-1] * shape.num_tokens for group in batch.groups)
@@ -119,7 +122,7 @@ def test_steps_larger_than_the_buffers_are_refused() -> None:
     for num_rows, max_tokens in ((4, 64), (6, 4)):
         inputs = CudaInputs(tables, BLOCK_SIZE, num_rows, max_tokens)
         with pytest.raises(ValueError, match="more than the buffers hold"):
-            inputs.stage(plan, np.zeros(len(inputs.sent), np.int32))
+            inputs.stage(plan, inputs.ring.begin())
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 4])

@@ -1,6 +1,6 @@
 """Buffers that are used again and again; who waits for the device is tested on one."""
 
-from tokenmill_engine.worker.pinned import BufferPool, PinnedRing
+from tokenmill_engine.worker.pinned import PinnedRing
 
 
 def test_a_ring_hands_its_buffers_out_in_turn() -> None:
@@ -12,15 +12,3 @@ def test_a_ring_hands_its_buffers_out_in_turn() -> None:
         assert ring.take() == taken[-1]  # it is not in use before it is marked
         ring.mark_used()
     assert taken == [0, 1, 2, 0, 1]
-
-
-def test_a_pool_grows_to_what_is_in_use_at_once() -> None:
-    numbers = iter(range(10))
-    pool = BufferPool(2, lambda: next(numbers))
-    assert next(numbers) == 2
-    taken = {pool.take() for _ in range(3)}
-    assert taken == {0, 1, 3}
-    for number in taken:
-        pool.give_back(number)
-    assert {pool.take() for _ in range(3)} == taken
-    assert next(numbers) == 4
