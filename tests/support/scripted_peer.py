@@ -19,6 +19,7 @@ class SamplingParams:
     max_tokens: int
     temperature: float
     ignore_eos: bool
+    detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
 

@@ -148,7 +148,9 @@ class _Vllm:
 
     def steps(self, prompts: Prompts, output_len: int) -> list[StepEvent]:
         engine = self._llm.llm_engine
-        sampling = self._sampling(temperature=0.0, max_tokens=output_len, ignore_eos=True, output_kind=self._delta)
+        sampling = self._sampling(
+            temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False, output_kind=self._delta
+        )
         numbers: dict[str, int] = {}
         for number, prompt in enumerate(prompts):
             self._num_requests += 1
