@@ -83,11 +83,9 @@ def make_preparation(kind: str, num_seqs: int) -> Prepare:
     tables = SlotTables(SlotShape(num_seqs, _MAX_MODEL_LEN, num_blocks, 1, _VOCAB_SIZE), torch.device("cpu"))
     if kind == "gpu":
         inputs = CudaInputs(tables, _BLOCK_SIZE, num_seqs, _MAX_TOKENS)
-        host = np.empty(len(inputs.sent), np.int32)
 
         def stage(plan: StepPlan) -> None:
-            tables.apply(plan)
-            inputs.stage(plan, host)
+            inputs.stage(plan, inputs.ring.begin())
 
         return stage
     preparer = CpuPreparer(tables, _BLOCK_SIZE)
