@@ -21,6 +21,7 @@ from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.worker.memory import GIB
 from tokenmill_engine.worker.rehearsal import rehearsal_plan
 from tokenmill_engine.worker.shapes import MAX_GRAPH_TOKENS
+from tokenmill_engine.worker.step_ring import NUM_ENTRIES
 from tokenmill_engine.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
@@ -57,26 +58,34 @@ def generate(
     return generations
 
 
+CAPTURED = [replace(p, bad_words_token_ids=(), min_tokens=0, allowed_token_ids=None, logprobs=None) for p in SAMPLED]
+"""Random, filtered and penalized: what graphs can sample."""
+PARAMS = {"greedy": [GREEDY] * len(SAMPLED), "captured": CAPTURED, "any": SAMPLED}
+
+
 @cache
-def cpu_tokens(greedy: bool) -> list[list[int]]:
-    params = [GREEDY] * len(SAMPLED) if greedy else SAMPLED
-    return [generation.output for generation in generate(worker("cpu"), params)]
+def cpu_tokens(kind: str) -> list[list[int]]:
+    return [generation.output for generation in generate(worker("cpu"), PARAMS[kind])]
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize(("budget", "depth", "preempt_every"), [(512, 1, 0), (512, 2, 0), (19, 3, 0), (64, 1, 4)])
 def test_tokens_equal_the_cpu_in_float32(
-    enforce_eager: bool, budget: int, depth: int, preempt_every: int, greedy: bool
+    enforce_eager: bool, budget: int, depth: int, preempt_every: int, kind: str
 ) -> None:
-    params = [GREEDY] * len(SAMPLED) if greedy else SAMPLED
-    on_cuda = generate(worker("cuda", enforce_eager), params, budget=budget, depth=depth, preempt_every=preempt_every)
-    assert [generation.output for generation in on_cuda] == cpu_tokens(greedy)
+    on = worker("cuda", enforce_eager)
+    on_cuda = generate(on, PARAMS[kind], budget=budget, depth=depth, preempt_every=preempt_every)
+    assert [generation.output for generation in on_cuda] == cpu_tokens(kind)
+
+
+def test_more_steps_in_flight_than_buffers() -> None:
+    ahead = generate(worker("cuda"), CAPTURED, budget=64, depth=2 * NUM_ENTRIES)
+    assert [generation.output for generation in ahead] == cpu_tokens("captured")
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_steps_too_large_for_a_graph(enforce_eager: bool) -> None:
-    rng = np.random.default_rng(2)
     tokens = {}
     for on in (worker("cpu"), worker("cuda", enforce_eager)):
         rng = np.random.default_rng(2)
@@ -123,7 +132,7 @@ def test_no_step_waits_for_the_device(params: SamplingParams, enforce_eager: boo
     assert all(len(generation.output) == 8 for generation in generations)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED[1]], ids=["greedy", "random"])
+@pytest.mark.parametrize("params", [GREEDY, CAPTURED[4]], ids=["greedy", "penalized"])
 def test_steady_steps_pin_no_memory(params: SamplingParams) -> None:
     generate(worker("cuda"), [params] * len(SAMPLED), budget=64, depth=2)
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
@@ -185,6 +194,6 @@ def test_a_step_that_cannot_be_enqueued_fails_alone() -> None:
     again = [Generation(prompt, NUM_OUTPUT) for prompt in prompts()]
     driver.run(again)
     executor.shutdown()
-    expected = cpu_tokens(greedy=True)
+    expected = cpu_tokens("greedy")
     assert [generation.output for generation in generations] == expected
     assert [generation.output for generation in again] == expected
