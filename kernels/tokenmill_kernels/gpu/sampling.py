@@ -14,10 +14,13 @@ import triton
 
 from tokenmill_kernels.gpu import sampling_search as search
 from tokenmill_kernels.gpu.argmax import argmax
-from tokenmill_kernels.gpu.launch import launch_options
+from tokenmill_kernels.gpu.launch import device_limits, launch_options
 from tokenmill_kernels.gpu.sampling_draw import draw_kernel
 
 _NUM_ROUNDS = 3
+_PROGRAMS_PER_SM = 16
+"""How many look for thresholds, all rows together."""
+_SEARCH_WARPS = 8
 _CHUNK, _SPAN = search.CHUNK.value, search.SPAN.value
 
 
@@ -47,16 +50,15 @@ class Workspace:
         self.max_rows, self.vocab_size = max_rows, vocab_size
         self.num_chunks = triton.cdiv(vocab_size, _CHUNK)
         self.num_spans = triton.cdiv(vocab_size, _SPAN)
-        self.chunk_max, self.chunk_sum, self.chunk_kept = (buffer(max_rows, self.num_chunks) for _ in range(3))
+        self.chunk_max, self.chunk_sum = (buffer(max_rows, self.num_chunks) for _ in range(2))
+        self.chunk_kept = buffer(max_rows, self.num_chunks, dtype=torch.float64)
         list_size, num_pivots = search.LIST_SIZE.value, search.NUM_PIVOTS.value
         self.num_listed = buffer(max_rows, dtype=torch.int32)
         self.listed_logits = buffer(max_rows, list_size)
         self.listed_tokens = buffer(max_rows, list_size, dtype=torch.int32)
         self.states = [buffer(max_rows, search.STATE_SIZE.value, dtype=torch.float64) for _ in range(_NUM_ROUNDS + 1)]
         self.pivots = [buffer(max_rows, num_pivots) for _ in range(_NUM_ROUNDS)]
-        partial = (max_rows * self.num_spans, num_pivots)
-        self.counts = [buffer(*partial, dtype=torch.int32) for _ in range(_NUM_ROUNDS)]
-        self.masses = [buffer(*partial) for _ in range(_NUM_ROUNDS)]
+        self.measures = [buffer(max_rows, self.num_spans, num_pivots) for _ in range(_NUM_ROUNDS)]
 
 
 def choose_tokens(
@@ -102,23 +104,27 @@ def _search(logits: torch.Tensor, slots: torch.Tensor, tables: SamplingTables, w
     """From the chunks of every row to its last state, its list, and what each chunk keeps for certain."""
     num_rows, vocab_size = logits.shape
     options = launch_options(logits.device)
-    states, pivots, counts, masses = workspace.states, workspace.pivots, workspace.counts, workspace.masses
-    grid = (workspace.num_spans, num_rows)
-    spans_block = triton.next_power_of_2(workspace.num_spans)
+    states, pivots, measures = workspace.states, workspace.pivots, workspace.measures
+    num_chunks, num_spans = workspace.num_chunks, workspace.num_spans
+    # Enough programs for the device, and no more that find nothing to do.
+    programs = triton.cdiv(_PROGRAMS_PER_SM * device_limits(logits.device).num_sms, num_rows)
+    grid = (min(programs, num_spans), num_rows)
+    spans_block = triton.next_power_of_2(num_spans)
     search.plan_kernel[(num_rows,)](
         states[0], workspace.num_listed, workspace.chunk_max, workspace.chunk_sum, slots, tables.floats,
-        tables.integers, vocab_size, workspace.num_chunks,
-        chunks_block=triton.next_power_of_2(workspace.num_chunks), num_warps=4, **options,
+        tables.integers, vocab_size, num_chunks, chunks_block=triton.next_power_of_2(num_chunks), num_warps=4,
+        **options,
     )  # fmt: skip
     for index in range(_NUM_ROUNDS):
         last = max(index - 1, 0)
         search.narrow_kernel[grid](
-            states[index], pivots[index], counts[index], masses[index], states[last], pivots[last], counts[last],
-            masses[last], logits, slots, tables.floats, logits.stride(0), vocab_size,
-            round_index=index, spans_block=spans_block, num_warps=4, **options,
+            states[index], pivots[index], measures[index], states[last], pivots[last], measures[last],
+            workspace.chunk_max, logits, slots, tables.floats, logits.stride(0), vocab_size, num_chunks, num_spans,
+            round_index=index, spans_block=spans_block, num_warps=_SEARCH_WARPS, **options,
         )  # fmt: skip
     search.collect_kernel[grid](
         states[-1], workspace.chunk_kept, workspace.num_listed, workspace.listed_logits, workspace.listed_tokens,
-        states[-2], pivots[-1], counts[-1], masses[-1], logits, slots, tables.floats, logits.stride(0), vocab_size,
-        workspace.num_chunks, num_rounds=_NUM_ROUNDS, spans_block=spans_block, num_warps=4, **options,
+        states[-2], pivots[-1], measures[-1], workspace.chunk_max, logits, slots, tables.floats, logits.stride(0),
+        vocab_size, num_chunks, num_spans, num_rounds=_NUM_ROUNDS, spans_block=spans_block, num_warps=_SEARCH_WARPS,
+        **options,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 from tokenmill_kernels.gpu.launch import let_dependents_start, wait_for_inputs
 from tokenmill_kernels.gpu.sampling_math import AFTER_ONE, LOG2_E, largest_threshold, uniform, weights_of
 from tokenmill_kernels.gpu.sampling_search import (
+    BY_BOTH,
     BY_COUNT,
     BY_MASS,
     CHUNK,
@@ -22,13 +23,12 @@ from tokenmill_kernels.gpu.sampling_search import (
     TOP_K,
     TOP_P,
     UNFILTERED,
-    WHOLE,
     chunk_weights,
     load_span,
     load_state,
 )
 
-_SEARCH_BLOCK = tl.constexpr(2048)
+_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -59,48 +59,45 @@ def _keep_row(chunk_kept_ptr, row_ptr, row_max, scale, threshold, vocab_size, nu
         weights = weights_of(load_span(row_ptr, span, vocab_size), row_max, scale)
         chunks = span * SPAN_CHUNKS + tl.arange(0, SPAN_CHUNKS)
         kept = tl.sum(tl.where(weights >= threshold, weights, 0.0), axis=1)
-        tl.store(chunk_kept_ptr + chunks, kept, mask=chunks < num_chunks)
+        tl.store(chunk_kept_ptr + chunks, kept.to(tl.float64), mask=chunks < num_chunks)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _keep_listed(chunk_kept_ptr, logits_ptr, tokens_ptr, num_listed, row_max, scale, threshold, block: tl.constexpr):
+    """Adds the kept weights of a list to the sums of their chunks. Sums of a few float32 are exact in float64: their
+    order does not matter."""
+    lanes = tl.arange(0, block)
+    for start in range(0, num_listed, block):
+        inside = start + lanes < num_listed
+        logits = tl.load(logits_ptr + start + lanes, mask=inside, other=float("-inf"))
+        tokens = tl.load(tokens_ptr + start + lanes, mask=inside, other=0)
+        weights = weights_of(logits, row_max, scale)
+        kept = inside & (weights >= threshold)
+        tl.atomic_add(chunk_kept_ptr + tokens // CHUNK, weights.to(tl.float64), mask=kept, sem="relaxed")
     tl.debug_barrier()
 
 
 @triton.jit
 def _threshold(logits_ptr, num_logits, whole, state_ptr, top_k, top_p, vocab_size):
     """Smallest weight that the filters of a row keep, from its list, or from the `whole` row."""
-    kind, row_max, scale, low, high, _num_low, num_high, _mass_low, mass_high, target, _floor = load_state(state_ptr)
+    kind, row_max, scale, low, high, _measure_low, measure_high, target, _floor = load_state(state_ptr)
     threshold = low
     if (kind == BY_COUNT) | (kind == BY_MASS):
-        by_count = kind == BY_COUNT
-        base = tl.where(whole, 0.0, tl.where(by_count, num_high, mass_high))
+        base = tl.where(whole, 0.0, measure_high)
         threshold = largest_threshold(
-            logits_ptr, num_logits, row_max, scale, by_count, base, target, low, high, _SEARCH_BLOCK
+            logits_ptr, num_logits, row_max, scale, kind == BY_COUNT, base, target, low, high, _BLOCK
         )
-    if (kind == LISTED) | (kind == WHOLE):
+    if (kind == LISTED) | (kind == BY_BOTH):
         end = low * 0.0 + AFTER_ONE
         if top_k < vocab_size:
-            threshold = largest_threshold(
-                logits_ptr, num_logits, row_max, scale, True, 0.0, top_k, low, end, _SEARCH_BLOCK
-            )
+            threshold = largest_threshold(logits_ptr, num_logits, row_max, scale, True, 0.0, top_k, low, end, _BLOCK)
         if top_p < 1.0:
-            mass = _mass_above(logits_ptr, num_logits, row_max, scale, threshold, _SEARCH_BLOCK)
+            mass = _mass_above(logits_ptr, num_logits, row_max, scale, threshold, _BLOCK)
             threshold = largest_threshold(
-                logits_ptr, num_logits, row_max, scale, False, 0.0, top_p.to(tl.float64) * mass, threshold, end,
-                _SEARCH_BLOCK,
-            )  # fmt: skip
+                logits_ptr, num_logits, row_max, scale, False, 0.0, top_p.to(tl.float64) * mass, threshold, end, _BLOCK
+            )
     return threshold
-
-
-@triton.jit
-def _mass_until(chunk, chunk_mass, chunks, logits_ptr, tokens_ptr, num_listed, row_max, scale, threshold):
-    """float64: sum of the kept weights up to the end of a chunk: those in `chunk_mass`, and those of the list."""
-    lanes = tl.arange(0, _SEARCH_BLOCK)
-    sums = tl.zeros((_SEARCH_BLOCK,), dtype=tl.float64)
-    for start in range(0, num_listed, _SEARCH_BLOCK):
-        inside = start + lanes < num_listed
-        logits = tl.load(logits_ptr + start + lanes, mask=inside, other=float("-inf"))
-        tokens = tl.load(tokens_ptr + start + lanes, mask=inside, other=0)
-        weights = weights_of(logits, row_max, scale)
-        sums += tl.where((weights >= threshold) & (tokens // CHUNK <= chunk), weights, 0.0).to(tl.float64)
-    return tl.sum(tl.where(chunks <= chunk, chunk_mass, 0.0), axis=0) + tl.sum(sums, axis=0)
 
 
 @triton.jit
@@ -113,6 +110,18 @@ def _token_in_chunk(row_ptr, chunk, remaining, row_max, scale, threshold, vocab_
     ends = tl.cumsum(tl.where(kept, weights, 0.0).to(tl.float64), axis=0)
     first = tl.min(tl.where(kept & (ends > remaining), tokens, 0x7FFFFFFF), axis=0)
     return tl.minimum(first, tl.max(tl.where(kept, tokens, -1), axis=0))
+
+
+@triton.jit
+def _draw(row_ptr, chunk_mass, chunks, u, row_max, scale, threshold, vocab_size):
+    """Token of a row by inverse cumulative distribution: first its chunk, then its place there. A chunk or a token
+    without mass is never found, whatever rounding does."""
+    ends = tl.cumsum(chunk_mass, axis=0)
+    target = u * tl.sum(chunk_mass, axis=0)
+    last = tl.max(tl.where(chunk_mass > 0, chunks, -1), axis=0)
+    chunk = tl.minimum(tl.min(tl.where((chunk_mass > 0) & (ends > target), chunks, 0x7FFFFFFF), axis=0), last)
+    remaining = target - tl.sum(tl.where(chunks == chunk, ends - chunk_mass, 0.0), axis=0)
+    return _token_in_chunk(row_ptr, chunk, remaining, row_max, scale, threshold, vocab_size)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -143,7 +152,6 @@ def draw_kernel(
             mass = chunk_weights(chunk_max, chunk_sum, row_max, scale)
             total = tl.sum(mass, axis=0)
             threshold = tl.full((), 0.0, dtype=tl.float32)
-            num_listed = tl.full((), 0, dtype=tl.int32)
             if (total > 0) & (total < float("inf")):
                 if filtered:
                     kind = tl.load(state_ptr + row * STATE_SIZE).to(tl.int32)
@@ -151,7 +159,7 @@ def draw_kernel(
                         num_listed = tl.load(num_listed_ptr + row)
                         top_k = tl.load(integers_ptr + slot * NUM_INTEGERS + TOP_K)
                         top_p = tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P)
-                        whole = (kind == WHOLE) | (num_listed > LIST_SIZE)
+                        whole = num_listed > LIST_SIZE
                         source_ptr = tl.where(whole, row_ptr, listed_logits_ptr)
                         threshold = _threshold(
                             source_ptr, tl.where(whole, vocab_size, num_listed), whole, state_ptr + row * STATE_SIZE,
@@ -159,39 +167,17 @@ def draw_kernel(
                         )  # fmt: skip
                         if whole:
                             _keep_row(chunk_kept_ptr, row_ptr, row_max, scale, threshold, vocab_size, num_chunks)
-                            num_listed = num_listed * 0
-                        mass = tl.load(chunk_kept_ptr + chunks, mask=inside, other=0.0).to(tl.float64)
-                token = _draw(
-                    row_ptr, mass, chunks, listed_logits_ptr, listed_tokens_ptr, num_listed, row_max, scale,
-                    threshold, tl.load(integers_ptr + slot * NUM_INTEGERS + SEED),
-                    tl.load(num_tokens_ptr + slot) - tl.load(num_prompt_ptr + slot), vocab_size, num_chunks,
-                )  # fmt: skip
+                        else:
+                            _keep_listed(
+                                chunk_kept_ptr, listed_logits_ptr, listed_tokens_ptr, num_listed, row_max, scale,
+                                threshold, _BLOCK,
+                            )  # fmt: skip
+                        mass = tl.load(chunk_kept_ptr + chunks, mask=inside, other=0.0)
+                u = uniform(
+                    tl.load(integers_ptr + slot * NUM_INTEGERS + SEED),
+                    tl.load(num_tokens_ptr + slot) - tl.load(num_prompt_ptr + slot),
+                )
+                token = _draw(row_ptr, mass, chunks, u, row_max, scale, threshold, vocab_size)
         elif (row_max > float("-inf")) & (row_max < float("inf")):
             token = _first_largest(row_ptr, row_max, chunk_max, chunks, vocab_size)
     tl.store(out_ptr + row, token)
-
-
-@triton.jit
-def _draw(
-    row_ptr, chunk_mass, chunks, listed_logits_ptr, listed_tokens_ptr, num_listed, row_max, scale, threshold, seed,
-    position, vocab_size, num_chunks,
-):  # fmt: skip
-    """Token of a row by inverse cumulative distribution: first its chunk, then its place there."""
-    low, high = num_chunks * 0 - 1, num_chunks - 1
-    total = _mass_until(
-        high, chunk_mass, chunks, listed_logits_ptr, listed_tokens_ptr, num_listed, row_max, scale, threshold
-    )
-    target = uniform(seed, position) * total
-    # Under the total, so that the chunk found has a weight.
-    target = tl.where(target < total, target, total - total * 2.220446049250313e-16)
-    before = total * 0.0
-    while high - low > 1:
-        middle = (low + high) // 2
-        mass = _mass_until(
-            middle, chunk_mass, chunks, listed_logits_ptr, listed_tokens_ptr, num_listed, row_max, scale, threshold
-        )
-        exceeds = mass > target
-        high = tl.where(exceeds, middle, high)
-        low = tl.where(exceeds, low, middle)
-        before = tl.where(exceeds, before, mass)
-    return _token_in_chunk(row_ptr, high, target - before, row_max, scale, threshold, vocab_size)

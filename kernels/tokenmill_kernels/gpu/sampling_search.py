@@ -14,13 +14,15 @@ import triton.language as tl
 
 from tokenmill_kernels import sampling_columns as columns
 from tokenmill_kernels.gpu.launch import let_dependents_start, wait_for_inputs
-from tokenmill_kernels.gpu.sampling_math import AFTER_ONE, LOG2_E, LOWEST_WEIGHT, largest_threshold, weights_of
+from tokenmill_kernels.gpu.sampling_math import AFTER_ONE, LOG2_E, LOWEST_WEIGHT, weights_of
 
 CHUNK = tl.constexpr(128)
 """Neighbouring tokens with one maximum and one sum."""
 SPAN_CHUNKS = tl.constexpr(32)
 SPAN = tl.constexpr(32 * 128)
-"""Tokens of one program."""
+"""Tokens with one measure."""
+_TILE_CHUNKS = tl.constexpr(8)
+"""Chunks that `collect` looks at together."""
 NUM_PIVOTS = tl.constexpr(8)
 LIST_SIZE = tl.constexpr(4096)
 STATE_SIZE = tl.constexpr(16)
@@ -41,15 +43,13 @@ LOW = tl.constexpr(3)
 """The threshold is at least this weight,"""
 HIGH = tl.constexpr(4)
 """and less than this one."""
-NUM_LOW = tl.constexpr(5)
-"""Number of weights of at least LOW,"""
-NUM_HIGH = tl.constexpr(6)
-MASS_LOW = tl.constexpr(7)
-"""and their sum."""
-MASS_HIGH = tl.constexpr(8)
-TARGET = tl.constexpr(9)
+MEASURE_LOW = tl.constexpr(5)
+"""Number of the weights of at least LOW or, where the search is for a mass, their sum; or more than that."""
+MEASURE_HIGH = tl.constexpr(6)
+"""The same of HIGH, exactly."""
+TARGET = tl.constexpr(7)
 """What the weights of at least the threshold must make."""
-FLOOR = tl.constexpr(10)
+FLOOR = tl.constexpr(8)
 """Weights under this are cut by min_p."""
 
 # Kinds of rows.
@@ -62,21 +62,21 @@ BY_COUNT = tl.constexpr(3)
 """The threshold is the TARGET-th largest weight."""
 BY_MASS = tl.constexpr(4)
 """The threshold is the largest that leaves the mass TARGET."""
-WHOLE = tl.constexpr(5)
-"""The draw looks into all weights."""
+BY_BOTH = tl.constexpr(5)
+"""The TARGET-th largest weight is searched for, but all above it go to the list."""
 
 
 @triton.jit
-def span_offsets(span):
-    """int32 [SPAN_CHUNKS, CHUNK]: tokens of a span."""
-    chunks = span * SPAN_CHUNKS + tl.arange(0, SPAN_CHUNKS)
+def chunk_offsets(first, num: tl.constexpr):
+    """int32 [num, CHUNK]: the tokens of `num` chunks."""
+    chunks = first + tl.arange(0, num)
     return chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
 
 
 @triton.jit
 def load_span(row_ptr, span, vocab_size):
     """float32 [SPAN_CHUNKS, CHUNK] logits of a span, minus infinity past the end."""
-    tokens = span_offsets(span)
+    tokens = chunk_offsets(span * SPAN_CHUNKS, SPAN_CHUNKS)
     return tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf"))
 
 
@@ -112,16 +112,14 @@ def chunk_weights(chunk_max, chunk_sum, row_max, scale):
 
 
 @triton.jit
-def _store_state(state_ptr, kind, row_max, scale, low, high, num_low, num_high, mass_low, mass_high, target, floor):
+def _store_state(state_ptr, kind, row_max, scale, low, high, measure_low, measure_high, target, floor):
     tl.store(state_ptr + KIND, kind.to(tl.float64))
     tl.store(state_ptr + ROW_MAX, row_max.to(tl.float64))
     tl.store(state_ptr + SCALE, scale.to(tl.float64))
     tl.store(state_ptr + LOW, low.to(tl.float64))
     tl.store(state_ptr + HIGH, high.to(tl.float64))
-    tl.store(state_ptr + NUM_LOW, num_low)
-    tl.store(state_ptr + NUM_HIGH, num_high)
-    tl.store(state_ptr + MASS_LOW, mass_low)
-    tl.store(state_ptr + MASS_HIGH, mass_high)
+    tl.store(state_ptr + MEASURE_LOW, measure_low)
+    tl.store(state_ptr + MEASURE_HIGH, measure_high)
     tl.store(state_ptr + TARGET, target)
     tl.store(state_ptr + FLOOR, floor.to(tl.float64))
 
@@ -135,10 +133,8 @@ def load_state(state_ptr):
         tl.load(state_ptr + SCALE).to(tl.float32),
         tl.load(state_ptr + LOW).to(tl.float32),
         tl.load(state_ptr + HIGH).to(tl.float32),
-        tl.load(state_ptr + NUM_LOW),
-        tl.load(state_ptr + NUM_HIGH),
-        tl.load(state_ptr + MASS_LOW),
-        tl.load(state_ptr + MASS_HIGH),
+        tl.load(state_ptr + MEASURE_LOW),
+        tl.load(state_ptr + MEASURE_HIGH),
         tl.load(state_ptr + TARGET),
         tl.load(state_ptr + FLOOR).to(tl.float32),
     )
@@ -158,8 +154,8 @@ def plan_kernel(
     kind = tl.full((), UNFILTERED, dtype=tl.int32)
     zero = tl.full((), 0.0, dtype=tl.float32)
     row_max, scale, low, high, floor = zero, zero, zero, zero, zero
-    total = tl.full((), 0.0, dtype=tl.float64)
-    target = total
+    measure = tl.full((), 0.0, dtype=tl.float64)
+    target = measure
     if slot >= 0:
         temperature = tl.load(floats_ptr + slot * NUM_FLOATS + TEMPERATURE)
         top_p = tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P)
@@ -168,202 +164,222 @@ def plan_kernel(
         if (temperature > 0) & ((top_k < vocab_size) | (top_p < 1.0) | (floor > 0.0)):
             chunks = tl.arange(0, chunks_block)
             inside = chunks < num_chunks
-            chunk_max_ptr += row * num_chunks
-            chunk_max = tl.load(chunk_max_ptr + chunks, mask=inside, other=float("-inf"))
+            chunk_max = tl.load(chunk_max_ptr + row * num_chunks + chunks, mask=inside, other=float("-inf"))
             chunk_sum = tl.load(chunk_sum_ptr + row * num_chunks + chunks, mask=inside, other=0.0)
             row_max = tl.max(chunk_max, axis=0)
             scale = LOG2_E / temperature
             total = tl.sum(chunk_weights(chunk_max, chunk_sum, row_max, scale), axis=0)
-            target = top_k.to(tl.float64)
             if (total > 0) & (total < float("inf")):
                 kind, low, high = _first_bounds(
-                    chunk_max_ptr, row_max, scale, total, top_k, top_p, floor, vocab_size, num_chunks, chunks_block
-                )
-    nothing = total * 0.0
-    _store_state(
-        state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, nothing + vocab_size, nothing, total, nothing,
-        target, floor,
-    )  # fmt: skip
+                    weights_of(chunk_max, row_max, scale), total.to(tl.float32), top_k, top_p, floor, vocab_size,
+                    num_chunks,
+                )  # fmt: skip
+                measure = tl.where(kind == BY_MASS, total, vocab_size)
+                target = tl.where(kind == BY_MASS, top_p.to(tl.float64) * total, top_k.to(tl.float64))
+    _store_state(state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, measure, measure * 0.0, target, floor)
 
 
 @triton.jit
-def _first_bounds(
-    chunk_max_ptr, row_max, scale, total, top_k, top_p, floor, vocab_size, num_chunks, chunks_block: tl.constexpr
-):  # fmt: skip
-    """(kind, LOW, HIGH) of a row with filters, from its chunks alone."""
+def _first_bounds(chunk_max, total, top_k, top_p, floor, vocab_size, num_chunks):
+    """(kind, LOW, HIGH) of a row with filters, from the largest weight of each of its chunks and the sum of all."""
     cuts_count, cuts_mass = top_k < vocab_size, top_p < 1.0
-    few = cuts_count & (top_k <= num_chunks)
-    kind = tl.where(cuts_count, tl.where(cuts_mass, WHOLE, BY_COUNT), tl.where(cuts_mass, BY_MASS, KNOWN))
-    kind = tl.where(few | ((vocab_size <= LIST_SIZE) & (kind != KNOWN)), LISTED, kind)
+    kind = tl.where(cuts_count, tl.where(cuts_mass, BY_BOTH, BY_COUNT), tl.where(cuts_mass, BY_MASS, KNOWN))
     high = tl.where(kind == KNOWN, floor, AFTER_ONE)
     low = floor
+    # As many weights as chunks are at least as large as the k-th largest maximum of a chunk.
+    few = cuts_count & (top_k <= num_chunks)
     if few:
-        # As many weights as chunks are at least as large as the k-th largest maximum of a chunk.
-        bound = largest_threshold(
-            chunk_max_ptr, num_chunks, row_max, scale, True, 0.0, top_k, floor * 0.0, high, chunks_block
-        )
-        low = tl.maximum(floor, bound)
-    if kind == BY_COUNT:
-        low = tl.maximum(floor, LOWEST_WEIGHT)
-    if kind == BY_MASS:
+        low = tl.maximum(floor, _lower_bound(chunk_max, top_k))
+    # No more than total / floor weights are of at least `floor`.
+    few |= (kind != KNOWN) & ((vocab_size <= LIST_SIZE) | (total <= floor * LIST_SIZE))
+    if few:
+        kind = tl.where(few, LISTED, kind)
+    elif kind == BY_MASS:
         # All weights under this together are less than what top_p leaves out. What min_p leaves is at least 1.
-        mass = tl.where(floor > 0, 1.0, total.to(tl.float32))
+        mass = tl.where(floor > 0, 1.0, total)
         low = tl.maximum(tl.maximum(floor, LOWEST_WEIGHT), (1.0 - top_p) * mass / vocab_size * 0.999)
+    elif kind != KNOWN:
+        low = tl.maximum(floor, LOWEST_WEIGHT)
     return kind, low, high
 
 
 @triton.jit
-def _is_wide(kind, num_low, num_high):
-    """Whether what lies between the bounds of a row does not fit the list yet."""
-    return ((kind == BY_COUNT) | (kind == BY_MASS)) & (num_low - num_high > LIST_SIZE)
+def _lower_bound(weights, k):
+    """A weight of which at least `k` of `weights` are no smaller, within 1 % of the largest that is."""
+    bits = weights.to(tl.int32, bitcast=True)
+    bound = tl.full((), 0, dtype=tl.int32)
+    for place in tl.static_range(14):
+        longer = bound | (1 << (29 - place))
+        bound = tl.where(tl.sum((bits >= longer).to(tl.int32), axis=0) >= k, longer, bound)
+    return bound.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _pivots(kind, low, high, num_low, num_high, mass_low, mass_high, target, floor, first: tl.constexpr):
-    """float32 [NUM_PIVOTS] weights to measure at. Spread between the bounds in the first round, which measures at
-    `floor` and at `low` too; close around where the target is expected in the others."""
+def _is_wide(kind, low, measure_low, measure_high):
+    """Whether what must go to the list does not fit there yet. A mass is that of fewer weights than it is of `low`."""
+    between = tl.where(kind == BY_BOTH, measure_low, measure_low - measure_high)
+    return (kind >= BY_COUNT) & (between > LIST_SIZE * tl.where(kind == BY_MASS, low, 1.0))
+
+
+@triton.jit
+def _pivots(kind, low, high, measure_low, measure_high, target, floor, first: tl.constexpr):
+    """float32 [NUM_PIVOTS] weights above 0 to measure at: spread between the bounds in the first round, close around
+    where the target is expected in the others."""
     lanes = tl.arange(0, NUM_PIVOTS)
     log_low = tl.log2(low)
+    by_mass = kind == BY_MASS
     if first:
-        left = 1.0 - (lanes - 1).to(tl.float32) / (NUM_PIVOTS - 1)
-        pivots = tl.exp2(log_low * tl.where(kind == BY_COUNT, left * left * left, left))
-        pivots = tl.where(lanes == 0, floor, tl.where(lanes == 1, low, pivots))
+        left = 1.0 - (lanes + 1).to(tl.float32) / (NUM_PIVOTS + 1)
+        pivots = tl.exp2(log_low * tl.where(by_mass, left, left * left * left))
+        # The mass that min_p leaves, and whether as many tokens have any weight as top_k asks for.
+        asks = (kind != BY_MASS) | (floor > 0)
+        pivots = tl.where((lanes == 0) & asks, tl.where(by_mass, floor, low), pivots)
     else:
-        # Of masses the share follows the logarithm of the weight, of counts the logarithm of the count does.
-        mass_share = (mass_low - target) / (mass_low - mass_high)
-        count_share = tl.log2((num_low / target).to(tl.float32)) / tl.log2((num_low / (num_high + 0.5)).to(tl.float32))
-        center = tl.where(kind == BY_COUNT, count_share, mass_share.to(tl.float32))
+        # Where weights are spread evenly over their logarithm, the mass above a weight is linear in the weight. Of
+        # counts the logarithm is taken to be linear in that of the weight.
+        share = ((target - measure_high) / (measure_low - measure_high)).to(tl.float32)
+        log_range = tl.log2(high) - log_low
+        mass_center = (tl.log2(high - (high - low) * share) - log_low) / log_range
+        count_range = tl.log2((measure_low / (measure_high + 0.5)).to(tl.float32))
+        count_center = tl.log2((measure_low / target).to(tl.float32)) / count_range
         reach = (lanes // 2).to(tl.float32)
-        offsets = 0.012 * tl.exp2(1.6 * reach) * tl.where(lanes % 2 == 0, -1.0, 1.0)
-        shares = tl.minimum(tl.maximum(center + offsets, 0.0), 1.0)
-        pivots = tl.exp2(log_low + (tl.log2(high) - log_low) * shares)
+        offsets = 0.008 * tl.exp2(1.7 * reach) * tl.where(lanes % 2 == 0, -1.0, 1.0)
+        shares = tl.minimum(tl.maximum(tl.where(by_mass, mass_center, count_center) + offsets, 0.0), 1.0)
+        pivots = tl.exp2(log_low + log_range * shares)
     return pivots
 
 
 @triton.jit
-def _refined(
-    state_ptr, pivots_ptr, counts_ptr, masses_ptr, top_p, num_spans, first: tl.constexpr, spans_block: tl.constexpr
-):  # fmt: skip
+def _refined(state_ptr, pivots_ptr, measures_ptr, top_p, num_spans, first: tl.constexpr, spans_block: tl.constexpr):
     """State of a row after a round; the state before it where the round had nothing to do."""
-    kind, row_max, scale, low, high, num_low, num_high, mass_low, mass_high, target, floor = load_state(state_ptr)
-    if _is_wide(kind, num_low, num_high):
+    kind, row_max, scale, low, high, measure_low, measure_high, target, floor = load_state(state_ptr)
+    if _is_wide(kind, low, measure_low, measure_high):
         lanes = tl.arange(0, NUM_PIVOTS)
         spans = tl.arange(0, spans_block)
         offsets = spans[:, None] * NUM_PIVOTS + lanes[None, :]
         inside = (spans < num_spans)[:, None] & (lanes >= 0)[None, :]
         pivots = tl.load(pivots_ptr + lanes)
-        counts = tl.sum(tl.load(counts_ptr + offsets, mask=inside, other=0), axis=0).to(tl.float64)
-        masses = tl.sum(tl.load(masses_ptr + offsets, mask=inside, other=0.0).to(tl.float64), axis=0)
+        measures = tl.sum(tl.load(measures_ptr + offsets, mask=inside, other=0.0).to(tl.float64), axis=0)
         if first:
-            kept = tl.sum(tl.where(lanes == 0, masses, 0.0), axis=0)
-            target = tl.where(kind == BY_MASS, top_p.to(tl.float64) * kept, target)
-        enough = tl.where(kind == BY_COUNT, counts, masses) >= target
+            kept = tl.sum(tl.where(lanes == 0, measures, 0.0), axis=0)
+            target = tl.where((kind == BY_MASS) & (floor > 0), top_p.to(tl.float64) * kept, target)
         between = (pivots >= low) & (pivots < high)
-        lower, upper = between & enough, between & (enough == 0)
-        num_low = tl.min(tl.where(lower, counts, num_low), axis=0)
-        mass_low = tl.min(tl.where(lower, masses, mass_low), axis=0)
-        num_high = tl.max(tl.where(upper, counts, num_high), axis=0)
-        mass_high = tl.max(tl.where(upper, masses, mass_high), axis=0)
+        lower, upper = between & (measures >= target), between & (measures < target)
+        measure_low = tl.min(tl.where(lower, measures, measure_low), axis=0)
+        measure_high = tl.max(tl.where(upper, measures, measure_high), axis=0)
         low = tl.max(tl.where(lower, pivots, low), axis=0)
         high = tl.min(tl.where(upper, pivots, high), axis=0)
         # Even `low` does not make the target: fewer tokens than top_k have any weight.
-        num_low = tl.where(high <= low, num_high, num_low)
-    return kind, row_max, scale, low, high, num_low, num_high, mass_low, mass_high, target, floor
+        measure_low = tl.where(high <= low, measure_high, measure_low)
+    return kind, row_max, scale, low, high, measure_low, measure_high, target, floor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "num_spans"])
 def narrow_kernel(
-    next_state_ptr, next_pivots_ptr, next_counts_ptr, next_masses_ptr, state_ptr, pivots_ptr, counts_ptr, masses_ptr,
-    logits_ptr, slots_ptr, floats_ptr, row_stride, vocab_size, round_index: tl.constexpr, pdl: tl.constexpr,
-    spans_block: tl.constexpr,
+    next_state_ptr, next_pivots_ptr, next_measures_ptr, state_ptr, pivots_ptr, measures_ptr, chunk_max_ptr, logits_ptr,
+    slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans, round_index: tl.constexpr,
+    pdl: tl.constexpr, spans_block: tl.constexpr,
 ):  # fmt: skip
-    """Measures span program_id(0) of row program_id(1) above new pivots, if the bounds of the row still lie far apart
-    after the rounds before. The last measures belong to `state_ptr`; the state that they lead to is kept."""
+    """Measures spans program_id(0), program_id(0) + programs, ... of row program_id(1) above new pivots, if the bounds
+    of the row still lie far apart. The last measures belong to `state_ptr`; the state that they lead to is kept."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
-    span, row = tl.program_id(0), tl.program_id(1)
-    num_spans = tl.num_programs(0)
+    program, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    partial = (row * num_spans + span) * NUM_PIVOTS
+    measures_row = row * num_spans * NUM_PIVOTS
     state_ptr += row * STATE_SIZE
     if slot >= 0:
         if round_index == 0:
-            kind, row_max, scale, low, high, num_low, num_high, mass_low, mass_high, target, floor = load_state(
-                state_ptr
-            )
+            kind, row_max, scale, low, high, measure_low, measure_high, target, floor = load_state(state_ptr)
         else:
             top_p = tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P)
-            measured = row * num_spans * NUM_PIVOTS
-            kind, row_max, scale, low, high, num_low, num_high, mass_low, mass_high, target, floor = _refined(
-                state_ptr, pivots_ptr + row * NUM_PIVOTS, counts_ptr + measured, masses_ptr + measured, top_p,
-                num_spans, round_index == 1, spans_block,
+            kind, row_max, scale, low, high, measure_low, measure_high, target, floor = _refined(
+                state_ptr, pivots_ptr + row * NUM_PIVOTS, measures_ptr + measures_row, top_p, num_spans,
+                round_index == 1, spans_block,
             )  # fmt: skip
-            if span == 0:
+            if program == 0:
                 _store_state(
-                    next_state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, num_low, num_high, mass_low,
-                    mass_high, target, floor,
+                    next_state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, measure_low, measure_high,
+                    target, floor,
                 )  # fmt: skip
-        if _is_wide(kind, num_low, num_high):
-            pivots = _pivots(kind, low, high, num_low, num_high, mass_low, mass_high, target, floor, round_index == 0)
-            lanes = tl.arange(0, NUM_PIVOTS)
-            if span == 0:
-                tl.store(next_pivots_ptr + row * NUM_PIVOTS + lanes, pivots)
-            tokens = span * SPAN + tl.arange(0, SPAN)
-            row_ptr = logits_ptr + row.to(tl.int64) * row_stride
-            logits = tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf"))
-            weights = weights_of(logits, row_max, scale)
-            for lane in tl.static_range(NUM_PIVOTS):
-                above = weights >= tl.sum(tl.where(lanes == lane, pivots, 0.0), axis=0)
-                tl.store(next_counts_ptr + partial + lane, tl.sum(above.to(tl.int32), axis=0))
-                tl.store(next_masses_ptr + partial + lane, tl.sum(tl.where(above, weights, 0.0), axis=0))
+        if _is_wide(kind, low, measure_low, measure_high):
+            pivots = _pivots(kind, low, high, measure_low, measure_high, target, floor, round_index == 0)
+            if program == 0:
+                tl.store(next_pivots_ptr + row * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS), pivots)
+            for span in range(program, num_spans, tl.num_programs(0)):
+                _measure_span(
+                    next_measures_ptr + measures_row + span * NUM_PIVOTS, chunk_max_ptr + row * num_chunks,
+                    logits_ptr + row.to(tl.int64) * row_stride, pivots, kind != BY_MASS, row_max, scale, span,
+                    vocab_size, num_chunks,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit
+def _measure_span(
+    measures_ptr, chunk_max_ptr, row_ptr, pivots, by_count, row_max, scale, span, vocab_size, num_chunks
+):  # fmt: skip
+    """Number, or sum, of the weights of a span above each pivot; looks only into chunks that have any."""
+    chunks = span * SPAN_CHUNKS + tl.arange(0, SPAN_CHUNKS)
+    chunk_max = tl.load(chunk_max_ptr + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    in_question = weights_of(chunk_max, row_max, scale) >= tl.min(pivots, axis=0)
+    lanes = tl.arange(0, NUM_PIVOTS)
+    tokens = chunk_offsets(span * SPAN_CHUNKS, SPAN_CHUNKS)
+    logits = tl.load(row_ptr + tokens, mask=in_question[:, None] & (tokens < vocab_size), other=float("-inf"))
+    weights = weights_of(logits, row_max, scale)
+    values = tl.where(by_count, 1.0, weights)
+    for lane in tl.static_range(NUM_PIVOTS):
+        pivot = tl.sum(tl.where(lanes == lane, pivots, 0.0), axis=0)
+        tl.store(measures_ptr + lane, tl.sum(tl.where(weights >= pivot, values, 0.0)))
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_spans"])
 def collect_kernel(
     next_state_ptr, chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr, state_ptr, pivots_ptr,
-    counts_ptr, masses_ptr, logits_ptr, slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks,
+    measures_ptr, chunk_max_ptr, logits_ptr, slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans,
     num_rounds: tl.constexpr, pdl: tl.constexpr, spans_block: tl.constexpr,
 ):  # fmt: skip
-    """Span program_id(0) of row program_id(1), if it has filters: the sum of the weights of each chunk that are kept
+    """Every so many-th tile of row program_id(1), if it has filters: the sum of the weights of each chunk that are kept
     for certain, and those between the bounds to the list. Counts also what no longer fits the list."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
-    span, row = tl.program_id(0), tl.program_id(1)
-    num_spans = tl.num_programs(0)
+    program, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     state_ptr += row * STATE_SIZE
     if slot >= 0:
         top_p = tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P)
-        measured = row * num_spans * NUM_PIVOTS
-        kind, row_max, scale, low, high, num_low, num_high, mass_low, mass_high, target, floor = _refined(
-            state_ptr, pivots_ptr + row * NUM_PIVOTS, counts_ptr + measured, masses_ptr + measured, top_p, num_spans,
+        kind, row_max, scale, low, high, measure_low, measure_high, target, floor = _refined(
+            state_ptr, pivots_ptr + row * NUM_PIVOTS, measures_ptr + row * num_spans * NUM_PIVOTS, top_p, num_spans,
             num_rounds == 1, spans_block,
         )  # fmt: skip
-        if span == 0:
+        if program == 0:
             _store_state(
-                next_state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, num_low, num_high, mass_low,
-                mass_high, target, floor,
+                next_state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, measure_low, measure_high, target,
+                floor,
             )  # fmt: skip
         if kind != UNFILTERED:
-            _collect_span(
-                chunk_kept_ptr + row * num_chunks, num_listed_ptr + row, listed_logits_ptr + row * LIST_SIZE,
-                listed_tokens_ptr + row * LIST_SIZE, logits_ptr + row.to(tl.int64) * row_stride, row_max, scale, low,
-                high, span, vocab_size, num_chunks,
-            )  # fmt: skip
+            for tile in range(program, tl.cdiv(num_chunks, _TILE_CHUNKS), tl.num_programs(0)):
+                _collect_tile(
+                    chunk_kept_ptr + row * num_chunks, num_listed_ptr + row, listed_logits_ptr + row * LIST_SIZE,
+                    listed_tokens_ptr + row * LIST_SIZE, chunk_max_ptr + row * num_chunks,
+                    logits_ptr + row.to(tl.int64) * row_stride, row_max, scale, low,
+                    tl.where(kind == BY_BOTH, AFTER_ONE, high), tile, vocab_size, num_chunks,
+                )  # fmt: skip
 
 
 @triton.jit
-def _collect_span(
-    chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr, row_ptr, row_max, scale, low, high, span,
-    vocab_size, num_chunks,
+def _collect_tile(
+    chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr, chunk_max_ptr, row_ptr, row_max, scale, low,
+    high, tile, vocab_size, num_chunks,
 ):  # fmt: skip
-    """The work of `collect_kernel` on a row with filters; pointers are those of the row."""
-    logits = load_span(row_ptr, span, vocab_size)
-    tokens = span_offsets(span)
+    """The work of `collect_kernel` on a few chunks; pointers are those of the row."""
+    chunks = tile * _TILE_CHUNKS + tl.arange(0, _TILE_CHUNKS)
+    chunk_max = tl.load(chunk_max_ptr + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    in_question = weights_of(chunk_max, row_max, scale) >= low
+    tokens = chunk_offsets(tile * _TILE_CHUNKS, _TILE_CHUNKS)
+    logits = tl.load(row_ptr + tokens, mask=in_question[:, None] & (tokens < vocab_size), other=float("-inf"))
     weights = weights_of(logits, row_max, scale)
-    chunks = span * SPAN_CHUNKS + tl.arange(0, SPAN_CHUNKS)
     kept = tl.sum(tl.where(weights >= high, weights, 0.0), axis=1)
-    tl.store(chunk_kept_ptr + chunks, kept, mask=chunks < num_chunks)
+    tl.store(chunk_kept_ptr + chunks, kept.to(tl.float64), mask=chunks < num_chunks)
     listed = ((weights >= low) & (weights < high) & (tokens < vocab_size)).to(tl.int32)
     in_chunks = tl.sum(listed, axis=1)
     count = tl.sum(in_chunks, axis=0)

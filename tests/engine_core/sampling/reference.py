@@ -91,6 +91,20 @@ def expect_token(token: int, p: NDArray[np.float64], u: float) -> None:
         assert low - 2e-6 <= u <= high + 2e-6
 
 
+def expect_frequencies(counts: NDArray[np.int64], p: NDArray[np.float64]) -> None:
+    """`counts` [vocab_size] of drawn tokens pass a chi-square test against `p`; nothing impossible was drawn."""
+    num_draws = counts.sum()
+    assert counts[p == 0].sum() == 0
+    # Cells with few expected draws are joined, as the chi-square approximation wants.
+    rare = (p > 0) & (p * num_draws < 10)
+    observed = np.append(counts[(p > 0) & ~rare], counts[rare].sum())
+    expected = np.append(p[(p > 0) & ~rare], p[rare].sum()) * num_draws
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    degrees = max(1, len(expected) - 1)
+    assert chi_square < degrees + 5 * np.sqrt(2 * degrees) + 10
+
+
 _MASK = (1 << 64) - 1
 
 
