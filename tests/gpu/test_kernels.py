@@ -1,35 +1,27 @@
 """Triton kernels compiled on a CUDA device: against the reference with odd sizes, and captured in CUDA graphs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 import pytest
 import torch
 import triton
 
-from tests.support.device_waits import refuse_synchronization
+from tests.support.device_waits import capture
 from tests.support.kernel_inputs import (
-    PagedBatch,
     PagedShape,
     assert_near,
     cos_sin_table,
     fused_qkv,
-    paged_batch,
-    poisoned,
 )
 from tokenmill_kernels import ops, reference
 from tokenmill_kernels.gpu import state
 
 pytestmark = pytest.mark.gpu
 
-T = TypeVar("T")
-
 CUDA = "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BFLOAT16 = torch.bfloat16
 LLAMA_8B = PagedShape(32, 8, 128, 16, BFLOAT16)
-DECODES = [(1, 40), (1, 7), (1, 1230), (1, 64), (1, 1), (1, 333)]
-CHUNKS = [(17, 17), (133, 530), (2, 65), (3, 1000), (200, 200)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +32,6 @@ def compiled() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.cuda.synchronize()
-
-
-def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of `call`, after a run that compiles its kernels."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), refuse_synchronization():
-        result = call()
-    return graph, result
 
 
 # Norms and activation
@@ -158,126 +140,6 @@ def test_float32_products_are_not_rounded_on_the_way() -> None:
     assert product.dtype == torch.float32
     torch.testing.assert_close(product.double(), expected, rtol=0, atol=1e-2)
     assert torch.equal(ops.linear_argmax(x, weight).long(), expected.argmax(dim=-1))
-
-
-# Paged attention
-
-
-def check(batch: PagedBatch, **options: Any) -> None:
-    """The rows of all requests, against the reference; output poisoned, no wait for the device."""
-    options.setdefault("scale", batch.q.shape[-1] ** -0.5)
-    num_tokens = int(batch.lengths["query_start_loc"][-1])
-    out = poisoned(*batch.q.shape, like=batch.q)
-    with refuse_synchronization():
-        ops.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options, out=out)
-    expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options)
-    assert_near(out[:num_tokens], expected[:num_tokens])
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        (LLAMA_8B, {}),
-        (LLAMA_8B, {"window": 100}),
-        (PagedShape(32, 8, 128, 32, BFLOAT16), {"soft_cap": 3.0, "window": 257}),
-        (PagedShape(32, 8, 64, 16, BFLOAT16), {}),
-        (PagedShape(9, 3, 64, 64, torch.float16), {}),
-        (PagedShape(14, 2, 64, 16, torch.float32), {}),
-        (PagedShape(4, 4, 96, 16, torch.float16), {}),
-        (PagedShape(28, 4, 128, 64, torch.float16), {"soft_cap": 20.0}),
-        (PagedShape(8, 2, 128, 16, torch.float32), {"window": 64}),
-        (PagedShape(8, 4, 256, 16, BFLOAT16), {}),
-        (PagedShape(8, 4, 256, 32, torch.float32), {}),
-        (PagedShape(4, 2, 16, 16, torch.float32), {"window": 9}),
-        (PagedShape(40, 1, 128, 16, BFLOAT16), {}),
-    ],
-)
-def test_paged_attention(shape: PagedShape, options: dict[str, Any]) -> None:
-    for requests in (DECODES, CHUNKS, DECODES + CHUNKS):
-        check(paged_batch(shape, requests, device=CUDA), **options)
-
-
-@pytest.mark.parametrize("num_decodes", [0, 1])
-def test_hints_bound_the_launch_and_nothing_else(num_decodes: int) -> None:
-    check(paged_batch(LLAMA_8B, DECODES + CHUNKS, num_decodes=num_decodes, device=CUDA))
-
-
-@pytest.mark.parametrize("num_requests", [1, 8, 63, 300])
-def test_random_lengths(num_requests: int) -> None:
-    totals = torch.randint(1, 3000, (num_requests,)).tolist()
-    decodes = [(1, total) for total in totals]
-    chunks = [(int(torch.randint(2, total + 2, ())), total + 1) for total in totals[:6]]
-    check(paged_batch(LLAMA_8B, decodes, device=CUDA))
-    check(paged_batch(LLAMA_8B, decodes + chunks, device=CUDA))
-
-
-def test_one_request_far_longer_than_the_others() -> None:
-    check(paged_batch(LLAMA_8B, [(1, 5), (1, 60_000), (1, 900), (30, 20_000)], device=CUDA))
-
-
-@pytest.mark.parametrize("window", [None, 4096])
-def test_long_prefill(window: int | None) -> None:
-    check(paged_batch(PagedShape(8, 2, 128, 16, BFLOAT16), [(3000, 9000)], device=CUDA), window=window)
-
-
-def test_cache_of_more_elements_than_int32_counts() -> None:
-    num_blocks = (1 << 31) // (16 * 8 * 128) + 64
-    caches = ops.allocate_kv_cache(num_blocks, 16, 8, 128, BFLOAT16, CUDA)
-    small = paged_batch(LLAMA_8B, [(1, 500), (40, 300)], device=CUDA)
-    for cache, source in zip(caches, (small.k_cache, small.v_cache), strict=True):
-        cache[-source.shape[0] :] = source
-    small.lengths["block_tables"] += num_blocks - small.k_cache.shape[0]
-    check(PagedBatch(small.q, *caches, small.lengths))
-
-    q, k, v = fused_qkv(LLAMA_8B, 3, CUDA)
-    slots = torch.arange(3, device=CUDA) + num_blocks * 16 - 3
-    positions = torch.zeros(3, dtype=torch.int32, device=CUDA)
-    ops.rotary_kv_write(q, k, v, cos_sin_table(8, 128, CUDA), positions, slots, *caches)
-    assert torch.equal(caches[0][-1, -3:], k)
-    assert torch.equal(caches[1][-1, -3:], v)
-
-
-def load(buffers: PagedBatch, batch: PagedBatch) -> None:
-    """Puts a batch into the buffers that a graph reads: padded requests are empty, caches are as large as needed."""
-    num_requests = batch.lengths["seq_lens"].shape[0]
-    buffers.q[: batch.q.shape[0]] = batch.q
-    buffers.k_cache[: batch.k_cache.shape[0]] = batch.k_cache
-    buffers.v_cache[: batch.v_cache.shape[0]] = batch.v_cache
-    buffers.lengths["seq_lens"].zero_()[:num_requests] = batch.lengths["seq_lens"]
-    starts = batch.lengths["query_start_loc"]
-    buffers.lengths["query_start_loc"].fill_(int(starts[-1]))[: num_requests + 1] = starts
-    tables = batch.lengths["block_tables"]
-    buffers.lengths["block_tables"].zero_()[:num_requests, : tables.shape[1]] = tables
-
-
-@pytest.mark.parametrize(
-    ("num_decodes", "max_query_len", "batches"),
-    [
-        (8, 1, [DECODES, [(1, 999)], [*DECODES[::-1], (1, 77), (1, 5000)]]),
-        (1, 300, [DECODES[:3] + CHUNKS, [(300, 4000)], CHUNKS, DECODES, [(1, 1)] * 7 + [(293, 293)]]),
-    ],
-)
-def test_one_graph_serves_any_lengths(
-    num_decodes: int, max_query_len: int, batches: Sequence[Sequence[tuple[int, int]]]
-) -> None:
-    num_tokens = 8 if max_query_len == 1 else 400
-    caches = ops.allocate_kv_cache(600, 16, 8, 128, BFLOAT16, CUDA)
-    lengths = {
-        "query_start_loc": torch.zeros(9, dtype=torch.int32, device=CUDA),
-        "seq_lens": torch.zeros(8, dtype=torch.int32, device=CUDA),
-        "block_tables": torch.zeros(8, 400, dtype=torch.int32, device=CUDA),
-    }
-    hints = {"num_decodes": num_decodes, "max_query_len": max_query_len, "max_seq_len": 6400, "scale": 0.09}
-    buffers = PagedBatch(torch.zeros(num_tokens, 32, 128, device=CUDA).bfloat16(), *caches, lengths)
-    out = torch.empty_like(buffers.q)
-    graph, _ = capture(lambda: ops.paged_attention(buffers.q, *caches, **lengths, **hints, out=out))
-    for requests in batches:
-        load(buffers, paged_batch(LLAMA_8B, requests, device=CUDA))
-        out.fill_(float("nan"))
-        graph.replay()
-        used = int(lengths["query_start_loc"][-1])
-        expected = reference.paged_attention(buffers.q, *caches, **lengths, **hints)
-        assert_near(out[:used], expected[:used])
 
 
 # Request state

@@ -1,10 +1,13 @@
 """Code that must not wait for the CUDA device."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -18,3 +21,13 @@ def refuse_synchronization() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of `call`, which must not wait, after a run that compiles its kernels."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), refuse_synchronization():
+        result = call()
+    return graph, result

@@ -77,14 +77,14 @@ def paged_batch(
         sum(num_blocks) + 2, shape.block_size, shape.num_kv_heads, shape.head_dim, cache_dtype, device
     )
     for cache in (k_cache, v_cache):
-        cache.fill_(float("nan"))
+        cache.copy_(torch.full((), float("nan")))
     for row, (blocks, total) in enumerate(zip(scattered, seq_lens, strict=True)):
         block_tables[row, : len(blocks)] = blocks
         slots = torch.arange(total)
         rows = (blocks[slots // shape.block_size].long().to(device), (slots % shape.block_size).to(device))
         for cache in (k_cache, v_cache):
             values = torch.randn(total, shape.num_kv_heads, shape.head_dim, device=device)
-            cache[rows] = values.to(cache_dtype)
+            _indexable(cache)[rows] = _indexable(values.to(cache_dtype))
     starts = torch.tensor([0, *query_lens, *[0] * padding]).cumsum(0).int()
     return PagedBatch(
         q=fused_qkv(shape, sum(query_lens), device)[0],
@@ -99,6 +99,11 @@ def paged_batch(
             "max_seq_len": max(seq_lens),
         },
     )
+
+
+def _indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of 8-bit floats, which not every device indexes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def fused_qkv(shape: PagedShape, num_tokens: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
