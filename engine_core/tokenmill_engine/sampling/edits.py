@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.sampling.tokens import TokenTable
-from tokenmill_engine.sampling.transfer import flat_array, to_device
+from tokenmill_engine.sampling.transfer import to_device
 
 _MINUS_INFINITY = float("-inf")
 
 
 @dataclass(slots=True, frozen=True)
 class LogitEdits:
-    """What one request wants changed. Token ids are int64 and in the vocabulary."""
+    """What one request wants changed, as arrays that only need to be joined. Token ids are in the vocabulary."""
 
     allowed: NDArray[np.int64] | None
     bias_ids: NDArray[np.int64]
@@ -29,8 +29,14 @@ class LogitEdits:
     end_ids: NDArray[np.int64]
     """Forbidden until `min_tokens` tokens are out."""
     min_tokens: int
-    bad_words: tuple[tuple[int, ...], ...]
-    """The last token of each is forbidden where the output ends in the others."""
+    bad_ids: NDArray[np.int64]
+    """[num_words]: the last token of each bad word, forbidden where the output ends in the others, its prefix."""
+    prefix_lens: NDArray[np.int64]
+    """[num_words]"""
+    prefix: NDArray[np.int64]
+    """[sum(prefix_lens)]: the prefixes, one after the other."""
+    prefix_offsets: NDArray[np.int64]
+    """[sum(prefix_lens)]: the place of each, counted from the end of the output: -1 is the last token."""
 
     @classmethod
     def of(cls, params: SamplingParams, stop_token_ids: Sequence[int]) -> Self | None:
@@ -48,45 +54,18 @@ class LogitEdits:
             bias_values=np.array(list(bias.values()), np.float32),
             end_ids=np.unique(np.array(end_ids, np.int64)),
             min_tokens=params.min_tokens,
-            bad_words=bad_words,
+            bad_ids=np.array([word[-1] for word in bad_words], np.int64),
+            prefix_lens=np.array([len(word) - 1 for word in bad_words], np.int64),
+            prefix=np.array([token for word in bad_words for token in word[:-1]], np.int64),
+            prefix_offsets=np.array([offset for word in bad_words for offset in range(1 - len(word), 0)], np.int64),
         )
 
 
-@dataclass(slots=True)
-class _AllowList:
-    rows: torch.Tensor
-    """int64 [num_rows]"""
-    index: torch.Tensor
-    """int64 [num_allowed]: row * vocab_size + id"""
-
-
-@dataclass(slots=True)
-class _EndTokens:
-    index: torch.Tensor
-    slots: torch.Tensor
-    """int64 [n]: the slot of each entry."""
-    min_tokens: torch.Tensor
-    """int32 [n]"""
-
-
-@dataclass(slots=True)
-class _BadWords:
-    """n words; their prefixes, all but the last token of each, one after the other."""
-
-    index: torch.Tensor
-    slots: torch.Tensor
-    prefix_len: torch.Tensor
-    """int32 [n]"""
-    prefix: torch.Tensor
-    """int32 [sum(prefix_len)]"""
-    words: torch.Tensor
-    """int64 [sum(prefix_len)]: the word of each token of `prefix`."""
-    offsets: torch.Tensor
-    """int64 [sum(prefix_len)]: its place, counted from the end of the output: -1 is the last token."""
-
-
 class EditBatch:
-    """The edits of the requests of one batch as flat device tensors; serves every step with the same rows."""
+    """The edits of the requests of one batch as flat device tensors; serves every step with the same rows.
+
+    An index is a place in the flat logits. All integers cross to the device in one copy.
+    """
 
     def __init__(
         self,
@@ -97,86 +76,67 @@ class EditBatch:
         device: torch.device,
     ) -> None:
         """`rows` [n] of the logits carry the `edits` [n] of the requests in `slots` [n]."""
-        self._device = device
-        self._allowed = self._gather_allowed(rows, edits, vocab_size)
-        self._end_tokens = self._gather_end_tokens(rows, slots, edits, vocab_size)
-        self._bad_words = self._gather_bad_words(rows, slots, edits, vocab_size)
-        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
-        index = flat_array([row * vocab_size + e.bias_ids for row, e in zip(rows, edits, strict=True)], np.int64)
-        if len(index):
-            values = flat_array([e.bias_values for e in edits], np.float32)
-            self._bias = to_device(index, device), to_device(values, device)
+        starts = rows * vocab_size
+        limited = np.array([one.allowed is not None for one in edits])
+        allowed, _ = _joined(starts[limited], [one.allowed for one in edits if one.allowed is not None])
+        bias, _ = _joined(starts, [one.bias_ids for one in edits])
+        ends, num_ends = _joined(starts, [one.end_ids for one in edits])
+        bad_words, num_words = _joined(starts, [one.bad_ids for one in edits])
+        prefix_lens = np.concatenate([one.prefix_lens for one in edits])
+        parts = (
+            rows[limited],
+            allowed,
+            bias,
+            ends,
+            np.repeat(slots, num_ends),
+            np.repeat(np.array([one.min_tokens for one in edits]), num_ends),
+            bad_words,
+            np.repeat(slots, num_words),
+            prefix_lens,
+            np.repeat(np.arange(len(prefix_lens)), prefix_lens),
+            np.concatenate([one.prefix for one in edits]),
+            np.concatenate([one.prefix_offsets for one in edits]),
+        )
+        sent = torch.split(to_device(np.concatenate(parts), device), [len(part) for part in parts])
+        self._limited_rows, self._allowed, self._bias = sent[:3]
+        self._ends, self._end_slots, self._min_tokens = sent[3:6]
+        self._bad_words, self._word_slots, self._prefix_lens = sent[6:9]
+        self._prefix_words, self._prefix, self._prefix_offsets = sent[9:]
+        self._bias_values = to_device(np.concatenate([one.bias_values for one in edits]), device)
 
     def apply(self, logits: torch.Tensor, tokens: TokenTable) -> None:
         """Change `logits` [num_rows, vocab_size], float32 and contiguous, in place."""
         flat = logits.view(-1)
-        if self._allowed is not None:
-            kept = flat[self._allowed.index]
-            logits.index_fill_(0, self._allowed.rows, _MINUS_INFINITY)
-            flat.index_copy_(0, self._allowed.index, kept)
-        if self._bad_words is not None:
-            flat.scatter_add_(0, self._bad_words.index, _where_minus_infinity(self._bad_word_hits(tokens)))
-        if self._end_tokens is not None:
-            ends = self._end_tokens
-            num_output = tokens.num_tokens[ends.slots] - tokens.num_prompt[ends.slots]
-            flat.scatter_add_(0, ends.index, _where_minus_infinity(num_output < ends.min_tokens))
-        if self._bias is not None:
-            flat.scatter_add_(0, *self._bias)
+        if len(self._limited_rows):
+            kept = flat[self._allowed]
+            logits.index_fill_(0, self._limited_rows, _MINUS_INFINITY)
+            flat.index_copy_(0, self._allowed, kept)
+        if len(self._bad_words):
+            flat.scatter_add_(0, self._bad_words, _where_minus_infinity(self._bad_word_hits(tokens)))
+        if len(self._ends):
+            num_output = tokens.num_tokens[self._end_slots] - tokens.num_prompt[self._end_slots]
+            flat.scatter_add_(0, self._ends, _where_minus_infinity(num_output < self._min_tokens))
+        if len(self._bias):
+            flat.scatter_add_(0, self._bias, self._bias_values)
 
     def _bad_word_hits(self, tokens: TokenTable) -> torch.Tensor:
-        """bool [n]: whether the output of the word's request ends in the word's prefix."""
-        words = self._bad_words
-        assert words is not None
-        num_tokens = tokens.num_tokens[words.slots]
-        long_enough = words.prefix_len <= num_tokens - tokens.num_prompt[words.slots]
-        if len(words.prefix) == 0:
+        """bool [num_words]: whether the output of the word's request ends in the word's prefix."""
+        num_tokens = tokens.num_tokens[self._word_slots]
+        long_enough = self._prefix_lens <= num_tokens - tokens.num_prompt[self._word_slots]
+        if len(self._prefix) == 0:
             return long_enough
-        columns = (num_tokens[words.words] + words.offsets).clamp_(min=0)
-        differs = tokens.token_ids[words.slots[words.words], columns] != words.prefix
-        num_different = torch.zeros_like(words.prefix_len).index_add_(0, words.words, differs.to(torch.int32))
+        columns = (num_tokens[self._prefix_words] + self._prefix_offsets).clamp_(min=0)
+        differs = tokens.token_ids[self._word_slots[self._prefix_words], columns] != self._prefix
+        num_different = torch.zeros_like(self._prefix_lens).index_add_(0, self._prefix_words, differs.to(torch.int64))
         return long_enough & (num_different == 0)
 
-    def _gather_allowed(
-        self, rows: NDArray[np.int64], edits: Sequence[LogitEdits], vocab_size: int
-    ) -> _AllowList | None:
-        pairs = [(row, e.allowed) for row, e in zip(rows, edits, strict=True) if e.allowed is not None]
-        if not pairs:
-            return None
-        index = flat_array([row * vocab_size + allowed for row, allowed in pairs], np.int64)
-        only_rows = np.array([row for row, _ in pairs], np.int64)
-        return _AllowList(to_device(only_rows, self._device), to_device(index, self._device))
 
-    def _gather_end_tokens(
-        self, rows: NDArray[np.int64], slots: NDArray[np.int64], edits: Sequence[LogitEdits], vocab_size: int
-    ) -> _EndTokens | None:
-        index = flat_array([row * vocab_size + e.end_ids for row, e in zip(rows, edits, strict=True)], np.int64)
-        if not len(index):
-            return None
-        counts = [len(e.end_ids) for e in edits]
-        min_tokens = np.repeat(np.array([e.min_tokens for e in edits], np.int32), counts)
-        return _EndTokens(
-            to_device(index, self._device),
-            to_device(np.repeat(slots, counts), self._device),
-            to_device(min_tokens, self._device),
-        )
-
-    def _gather_bad_words(
-        self, rows: NDArray[np.int64], slots: NDArray[np.int64], edits: Sequence[LogitEdits], vocab_size: int
-    ) -> _BadWords | None:
-        words = [(row, slot, word) for row, slot, e in zip(rows, slots, edits, strict=True) for word in e.bad_words]
-        if not words:
-            return None
-        prefix_len = np.array([len(word) - 1 for _, _, word in words], np.int32)
-        prefixes = [np.array(word[:-1], np.int32) for _, _, word in words]
-        offsets = [np.arange(-length, 0) for length in prefix_len.tolist()]
-        return _BadWords(
-            index=to_device(np.array([row * vocab_size + word[-1] for row, _, word in words], np.int64), self._device),
-            slots=to_device(np.array([slot for _, slot, _ in words], np.int64), self._device),
-            prefix_len=to_device(prefix_len, self._device),
-            prefix=to_device(flat_array(prefixes, np.int32), self._device),
-            words=to_device(np.repeat(np.arange(len(words)), prefix_len), self._device),
-            offsets=to_device(flat_array(offsets, np.int64), self._device),
-        )
+def _joined(starts: NDArray[np.int64], ids: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The index of each of `ids`, one array per row that begins at one of `starts` [n], and how many each row has."""
+    counts = np.array([len(one) for one in ids], np.int64)
+    if not counts.any():
+        return np.empty(0, np.int64), counts
+    return np.repeat(starts, counts) + np.concatenate(ids), counts
 
 
 def _where_minus_infinity(hits: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Small host arrays on their way to the device."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,8 +15,3 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def flat_array(values: list[Any], dtype: type[np.generic]) -> NDArray[Any]:
-    """Concatenation of array-likes; an empty array if there are none."""
-    return np.concatenate([np.asarray(v, dtype) for v in values]) if values else np.empty(0, dtype)
