@@ -24,7 +24,7 @@ def _rms_norm_kernel(
     let_dependents_start(pdl)
     row = tl.program_id(0).to(tl.int64)
     source = row if rows_ptr is None else tl.load(rows_ptr + row).to(tl.int64)
-    x = tl.load(x_ptr + source * x_stride + columns, mask=inside, other=None if inside is None else 0.0)
+    x = tl.load(x_ptr + source * x_stride + columns, mask=inside)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -88,6 +88,7 @@ def embed_rms_norm(
     ids: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(rows), rows) for the rows `ids` [T] of `table` [V, N], each [T, N]."""
-    normed, rows = torch.empty((2, ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device).unbind()
+    normed = torch.empty((ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
+    rows = torch.empty_like(normed)
     _launch(normed, rows, table, None, ids, weight, eps)
     return normed, rows
