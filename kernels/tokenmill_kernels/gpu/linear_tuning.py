@@ -53,7 +53,7 @@ def prepare(problems: Iterable[Problem], dtype: torch.dtype, device: torch.devic
         table.remember({problem.key(block_t): bench.fastest(problem, block_t, table) for problem, block_t in unknown})
     except torch.OutOfMemoryError:
         logger.warning(
-            "no memory is left to measure matrix kernels with: the choice for this model may not be the best"
+            "no memory is left to measure matrix kernels with: their choice may not be the best"
         )
         return 0
     logger.info("measured the fastest of %d matrix kernels in %.1f s", len(unknown), time.monotonic() - started)
