@@ -98,7 +98,8 @@ def direct_sink(send: Send) -> Callable[[bytes], bool] | None:
     cycle = getattr(send, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
         return None
-    flow, write = cycle.flow, cycle.transport.write
+    flow, transport = cycle.flow, cycle.transport
+    write = transport.hold if isinstance(transport, BatchedTransport) else transport.write
 
     def sink(data: bytes) -> bool:
         if flow.write_paused:

@@ -1,12 +1,18 @@
 """One socket write per connection and turn of the event loop, however many pieces an answer came in.
 
 uvloop hands every piece to the kernel as soon as it is written, and that system call is most of what a streamed token
-costs. Here pieces wait until the turn is over, or until somebody who has just written to many connections says so.
+costs. Here pieces wait until the turn is over, or until somebody who has just written to many connections says so. A
+turn in which many answers begin is long, so only a few connections wait for its end.
 """
 
 import asyncio
 from collections.abc import Iterable
 from typing import Any
+
+Data = bytes | bytearray | memoryview
+
+_MAX_WAITING = 8
+"""Connections whose bytes wait for the end of a turn."""
 
 
 class WriteBatch:
@@ -22,6 +28,11 @@ class WriteBatch:
             self._loop.call_soon(self.flush)
         self._waiting.append(transport)
 
+    def limit(self) -> None:
+        """Does not let many wait."""
+        if len(self._waiting) >= _MAX_WAITING:
+            self.flush()
+
     def flush(self) -> None:
         """Writes what all of them hold."""
         waiting, self._waiting = self._waiting, []
@@ -30,20 +41,28 @@ class WriteBatch:
 
 
 class BatchedTransport(asyncio.Transport):
-    """The transport of a connection whose writes wait for their batch. Everything else goes straight through."""
+    """The transport of a connection whose writes wait for their batch. Everything else goes straight through.
+
+    `hold` is for whoever writes to many connections and flushes the batch then: it may wait together with any number.
+    """
 
     def __init__(self, transport: asyncio.Transport, batch: WriteBatch) -> None:
         super().__init__()
         self._transport = transport
         self._batch = batch
-        self._pieces: list[bytes | bytearray | memoryview] = []
+        self._pieces: list[Data] = []
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def hold(self, data: Data) -> None:
+        """Writes `data` with the next flush of the batch."""
         if not self._pieces:
             self._batch.add(self)
         self._pieces.append(data)
 
-    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+    def write(self, data: Data) -> None:
+        self.hold(data)
+        self._batch.limit()
+
+    def writelines(self, list_of_data: Iterable[Data]) -> None:
         for data in list_of_data:
             self.write(data)
 

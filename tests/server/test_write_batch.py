@@ -73,6 +73,21 @@ async def test_pieces_leave_together_after_the_turn(batch: WriteBatch, first: Co
 
 
 @in_event_loop
+async def test_few_wait_but_those_that_are_held_do(batch: WriteBatch, first: Connection, second: Connection) -> None:
+    held = [BatchedTransport(second.raw, batch) for _ in range(20)]
+    for transport in held:
+        transport.hold(b"h")
+    assert second.arrived() is None
+    batch.flush()
+    assert second.arrived() == b"h" * 20
+    for _ in range(7):
+        BatchedTransport(first.raw, batch).write(b"w")
+    assert first.arrived() is None
+    BatchedTransport(first.raw, batch).write(b"w")
+    assert first.arrived() == b"w" * 8
+
+
+@in_event_loop
 async def test_a_flush_does_not_wait(batch: WriteBatch, first: Connection, second: Connection) -> None:
     first.transport.write(b"a")
     second.transport.write(b"b")
