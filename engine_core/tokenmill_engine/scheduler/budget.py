@@ -24,6 +24,8 @@ MIN_PREFILL_TOKENS = 32
 """Prompt tokens that a step may compute whatever decodes beside them, within `max_num_batched_tokens`."""
 
 _THROUGHPUT_LOSS = 0.01
+_BENEFIT = 0.5
+"""Standard deviations of doubt that speak for a smaller budget."""
 _SAFETY = 2.5
 """Standard deviations that a step may take longer than predicted and still keep the target."""
 _WARNING_INTERVAL_S = 60.0
@@ -164,9 +166,9 @@ class EfficientBudget:
             return
         best = min(size.per_token for size in known)
         if not self._model.was_measured:
-            self._untried = [s.num_tokens for s in sizes if not s.is_known and s.least_per_token < best]
+            self._untried = [s.num_tokens for s in sizes if not s.is_known and s.least_per_token(1.0) < best]
         bound = (1.0 + _THROUGHPUT_LOSS) * best
-        self._chosen = next(size.num_tokens for size in known if size.least_per_token <= bound)
+        self._chosen = next(size.num_tokens for size in known if size.least_per_token(_BENEFIT) <= bound)
 
 
 class TargetBudget:

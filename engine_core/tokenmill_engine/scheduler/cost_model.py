@@ -48,7 +48,9 @@ _KNOT_DISTANCE = 2.0
 _DRIFT = 0.003
 """Relative change of a cost from one step to the next."""
 _KNOWN_ERROR = 0.06
-"""Above what a size has that was measured at the start, below what one has that never was."""
+"""A size with a smaller one was measured by steps."""
+_MOST_DRIFT_ERROR = 0.04
+"""Costs do not drift into more doubt than that: for hours, steps may not tell one cost from another."""
 
 _OUTLIER = 4.0
 """Standard deviations."""
@@ -76,21 +78,17 @@ class SizeCost:
     num_tokens: int
     seconds: float
     error: float
-    """Standard deviation of `seconds`, relative."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the size was measured, at the start or by steps since."""
-        return self.error < _KNOWN_ERROR
+    """Standard deviation of `seconds` in proportion to those of the cheapest known size per token, relative."""
+    is_known: bool
+    """Whether the size was ever measured, at the start or by steps since."""
 
     @property
     def per_token(self) -> float:
         return self.seconds / self.num_tokens
 
-    @property
-    def least_per_token(self) -> float:
-        """`per_token`, as low as it may well be."""
-        return self.per_token * (1.0 - self.error)
+    def least_per_token(self, num_deviations: float) -> float:
+        """`per_token`, in proportion to the cheapest, if it is so many standard deviations lower than it seems."""
+        return self.per_token * (1.0 - num_deviations * self.error)
 
 
 def context_pairs(num_tokens: float, num_computed: float) -> float:
@@ -116,6 +114,7 @@ class StepCostModel:
         measured = _plausible(max_tokens, prefill_costs)
         self._knots = _knots(max_tokens, measured)
         self._measured = np.array([knot in measured for knot in self._knots])
+        self._known = self._measured.tolist()
         self._costs = np.zeros(len(self._knots) + _NUM_SLOPES)
         """Seconds of each knot, then per token of decode context and per pair of prefill context."""
         self._covariance = np.zeros((len(self._costs), len(self._costs)))
@@ -161,9 +160,16 @@ class StepCostModel:
         """What steps of the sizes at the knots cost without attention, ascending; empty before anything was learnt."""
         if not self._base:
             return []
-        variances = np.maximum(self._variances[: len(self._knots)], 0.0)
-        errors = np.sqrt(variances) / np.maximum(self._base, 1e-9)
-        return [SizeCost(*each) for each in zip(self._knots, self._base, errors.tolist(), strict=True)]
+        num_knots = len(self._knots)
+        base = np.maximum(self._base, 1e-9)
+        per_token = base / self._knots
+        cheapest = int(np.argmin(np.where(self._known, per_token, math.inf)))
+        relative = self._covariance[:num_knots, :num_knots] / base / base[:, np.newaxis]
+        variances = np.diagonal(relative)
+        # Of the quotient: what both err in alike does not count.
+        errors = np.sqrt(np.maximum(variances + variances[cheapest] - 2.0 * relative[cheapest], 0.0))
+        columns = self._knots, self._base, errors.tolist(), self._known
+        return [SizeCost(*each) for each in zip(*columns, strict=True)]
 
     def observe(self, work: StepWork, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s`; nothing is learnt from 0, which means that nobody looked."""
@@ -181,13 +187,16 @@ class StepCostModel:
         costs, covariance = self._costs, self._covariance
         predicted = max(float(costs @ features), 1e-9)
         error = elapsed_s - predicted
-        self._doubt(features > 0.0, _DRIFT, _DRIFT)
+        is_active = features > 0.0
+        drift = _DRIFT * costs * (self._variances < (_MOST_DRIFT_ERROR * costs) ** 2)
+        self._doubt(drift * is_active, drift)
         shared = covariance @ features
         variance = self._variance(shared, features, predicted)
         deviations = error / math.sqrt(variance)
         if self._is_mistaken(upper, deviations):
             # About these costs, or about all of them.
-            self._doubt(features > 0.0, error / predicted, 0.7 * error / predicted)
+            doubt = error / predicted * costs
+            self._doubt(doubt * is_active, 0.7 * doubt)
             shared = covariance @ features
             variance = self._variance(shared, features, predicted)
         elif deviations > _OUTLIER:
@@ -201,14 +210,15 @@ class StepCostModel:
         costs += gain * error
         np.maximum(costs, 0.0, out=costs)
         covariance -= gain[:, np.newaxis] * shared
+        for knot in (upper - 1, upper):
+            if not self._known[knot]:
+                self._known[knot] = bool(self._variances[knot] < (_KNOWN_ERROR * costs[knot]) ** 2)
         self._publish()
 
-    def _doubt(self, active: NDArray[np.bool_], own: float, together: float) -> None:
-        """Doubt the `active` costs each by itself, and all of them together; shares of the costs."""
-        costs = self._costs
-        self._variances += (own * costs * active) ** 2
-        scaled = together * costs
-        self._covariance += scaled[:, np.newaxis] * scaled
+    def _doubt(self, own: NDArray[np.float64], together: NDArray[np.float64]) -> None:
+        """Doubt each cost by itself by so many seconds, and all of them together."""
+        self._variances += own * own
+        self._covariance += together[:, np.newaxis] * together
 
     def _variance(self, shared: NDArray[np.float64], features: NDArray[np.float64], predicted: float) -> float:
         """Of a measured time, in squared seconds. `shared` is the covariance of its prediction with every cost."""

@@ -180,3 +180,18 @@ def test_sizes_beyond_the_largest_that_was_measured_cost_in_proportion() -> None
     model = StepCostModel(16384, H100_8B.prefill_costs(SIZES))
     assert model.predict(StepWork(16384)) == pytest.approx(2 * H100_8B.seconds(StepWork(8192)))
     assert not model.size_costs()[-1].is_known
+
+
+def test_hours_of_equal_steps_do_not_make_it_forget() -> None:
+    """Such steps cannot tell one cost from another; sizes that were known stay so, and nearly as well."""
+    generator = np.random.default_rng(0)
+    model = StepCostModel(8192, H100_8B.prefill_costs(SIZES))
+    teach(model, H100_8B, generator, 300)
+    for _ in range(20_000):
+        work = StepWork(256, 256 * 1000)
+        model.observe(work, H100_8B.seconds(work) * (1 + 0.02 * generator.standard_normal()))
+    assert {size.num_tokens for size in model.size_costs() if size.is_known} >= set(SIZES)
+    assert max(size.error for size in model.size_costs() if size.num_tokens >= 512) < 0.06
+    found = np.abs(errors(model, H100_8B, generator))
+    assert np.median(found) < 0.04
+    assert np.percentile(found, 90) < 0.1
