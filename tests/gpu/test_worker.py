@@ -26,8 +26,8 @@ from tokenmill_engine.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
 
-NUM_BLOCKS, BLOCK_SIZE, NUM_SLOTS = 96, 16, 12
-BUDGET = 1024
+NUM_BLOCKS, BLOCK_SIZE, NUM_SLOTS = 192, 16, 12
+BUDGET = 2304
 """More than the largest graph holds."""
 
 
@@ -89,7 +89,7 @@ def test_steps_too_large_for_a_graph(enforce_eager: bool) -> None:
     tokens = {}
     for on in (worker("cpu"), worker("cuda", enforce_eager)):
         rng = np.random.default_rng(2)
-        generations = [Generation(rng.integers(3, 500, 70 + k).tolist(), 8, p) for k, p in enumerate(SAMPLED)]
+        generations = [Generation(rng.integers(3, 500, 170 + k).tolist(), 8, p) for k, p in enumerate(SAMPLED)]
         driver = StepDriver.of_worker(
             on, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS, budget=BUDGET, depth=2
         )
@@ -152,7 +152,7 @@ def test_steps_know_how_long_they_took(enforce_eager: bool) -> None:
 
 def test_prompts_are_timed_at_the_start() -> None:
     capacity = Worker(engine_config("cuda")).initialize()
-    assert [tokens for tokens, _ in capacity.prefill_costs] == [256, 512, 1024]
+    assert [tokens for tokens, _ in capacity.prefill_costs] == [256, 512, 1024, 2048, 2304]
     assert all(0 < seconds < 1 for _, seconds in capacity.prefill_costs)
 
 

@@ -18,7 +18,7 @@ from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.model_runner import Hidden
-from tokenmill_engine.worker.shapes import Ladder, SampleShape, StepShape, decode_shape, exact_shape
+from tokenmill_engine.worker.shapes import Ladder, SampleShape, StepShape, exact_shape
 from tokenmill_engine.worker.step_ring import StepTokens
 from tokenmill_engine.worker.token_choice import TokenChooser
 
@@ -84,7 +84,7 @@ class CudaSteps:
             return []
         calls: list[tuple[StepShape | SampleShape, Call]] = []
         for features in reversed(_FEATURE_SETS):
-            shapes = (SampleShape(size, features) for size in reversed(self.ladder.decode_sizes))
+            shapes = (SampleShape(size, features) for size in reversed(self.ladder.sample_sizes))
             calls += [(shape, partial(self._sample, shape)) for shape in shapes]
         return calls + [(shape, partial(self._receive_and_forward, shape)) for shape in self.ladder.shapes()]
 
@@ -92,11 +92,9 @@ class CudaSteps:
         """One or more of `graph_calls`, which need as much memory as all of them."""
         if self.ladder is None:
             return []
-        size = self.ladder.decode_sizes[-1]
-        samples = [SampleShape(size, features) for features in reversed(_FEATURE_SETS)]
+        samples = [SampleShape(self.ladder.sample_sizes[-1], features) for features in reversed(_FEATURE_SETS)]
         calls: list[tuple[StepShape | SampleShape, Call]] = [(shape, partial(self._sample, shape)) for shape in samples]
-        forwards = (self.ladder.shapes()[0], decode_shape(size))
-        return calls + [(shape, partial(self._receive_and_forward, shape)) for shape in forwards]
+        return calls + [(shape, partial(self._receive_and_forward, shape)) for shape in self.ladder.largest_shapes()]
 
 
 class _CudaStep:

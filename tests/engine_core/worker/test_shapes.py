@@ -14,7 +14,7 @@ def plan(counts: list[int], num_decodes: int) -> StepPlan:
     return StepPlan(0, slots, num_scheduled, np.zeros_like(slots), samples, num_decodes)
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 100, 256, 1024])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 100, 256, 1024, 2000])
 @pytest.mark.parametrize("max_tokens", [1, 7, 40, 512, 8192])
 def test_every_step_up_to_the_limit_fits_its_shape(max_num_seqs: int, max_tokens: int) -> None:
     max_num_seqs = min(max_num_seqs, max_tokens)
@@ -22,7 +22,7 @@ def test_every_step_up_to_the_limit_fits_its_shape(max_num_seqs: int, max_tokens
     shapes = set(ladder.shapes())
     for num_reqs in range(1, max_num_seqs + 1):
         shape = ladder.padded(plan([1] * num_reqs, num_reqs))
-        if num_reqs > MAX_GRAPH_TOKENS:
+        if num_reqs > 1024:
             assert shape is None
             continue
         assert shape in shapes
@@ -43,25 +43,36 @@ def test_every_step_up_to_the_limit_fits_its_shape(max_num_seqs: int, max_tokens
             assert shape.num_tokens >= num_tokens
             assert shape.max_query_len >= num_tokens - num_reqs + 1
             assert num_reqs <= shape.num_rows <= ladder.num_rows
-            assert shape.num_outputs == shape.num_hidden == shape.num_rows
+            assert shape.num_outputs == shape.num_hidden == min(shape.num_rows, ladder.sample_sizes[-1])
             # One of several: chunks and decodes are told apart on the device.
             assert shape.num_decodes == 1 < shape.num_rows
 
 
+def test_more_rows_sample_than_a_graph_has() -> None:
+    ladder = Ladder(max_num_seqs=1024, max_tokens=8192)
+    assert ladder.padded(plan([1] * 512 + [5] * 10, 512)) is not None
+    assert ladder.padded(plan([1] * 513 + [5] * 10, 513)) is None
+
+
 def test_padding_is_small_and_graphs_are_few() -> None:
-    ladder = Ladder(max_num_seqs=512, max_tokens=8192)
-    assert len(ladder.shapes()) <= 32
+    ladder = Ladder(max_num_seqs=1024, max_tokens=8192)
+    assert len(ladder.shapes()) <= 40
     for num_reqs in range(1, 513):
         padded = ladder.sample_size(num_reqs)
         assert padded is not None
         assert padded <= max(1.5 * num_reqs, num_reqs + 7)
     assert ladder.sample_size(513) is None
+    for num_tokens in range(513, 2049):
+        shape = ladder.padded(plan([num_tokens], 0))
+        assert shape is not None
+        assert shape.num_tokens < num_tokens + (128 if num_tokens <= 1024 else 256)
 
 
 def test_largest_shapes_come_first() -> None:
     sizes = [shape.num_tokens for shape in Ladder(max_num_seqs=64, max_tokens=512).shapes()]
     assert sizes[0] == max(sizes) == 512
     assert sizes[-1] == 1
+    assert {shape.num_tokens for shape in Ladder(max_num_seqs=64, max_tokens=512).largest_shapes()} == {512, 64}
 
 
 def test_exact_shapes() -> None:
