@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 
 CUDA = "cuda"
 HALVES = [torch.float16, torch.bfloat16]
-SMALL = StreamConfig(32, 64, 3, 4, 2, 0, 2, 2)
-FLOAT32_TILES = StreamConfig(16, 32, 2, 4, 2, 0, 2, 2)
+SMALL = StreamConfig(32, 64, 3, 4, 2, 0, 2)
+FLOAT32_TILES = StreamConfig(16, 32, 2, 4, 2, 0, 2)
 
 
 @pytest.fixture(autouse=True)

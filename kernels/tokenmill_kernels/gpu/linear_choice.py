@@ -45,8 +45,6 @@ class StreamConfig:
     """Parts that a tile may be cut into, to give each program as much as the next; 0 for any number."""
     ahead: int
     """Units that a program asks for while the kernel before still runs."""
-    early: int
-    """Units from the end of a run at which the kernel after it may start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ one run is finished there. Otherwise each program leaves a partial sum, and the 
 the order of the runs: results do not depend on timing.
 
 Weights are constants: while the kernel before this one still runs, programs ask for the first units of their run to be
-brought to the L2 cache, and wait for the tokens only then. Near the end of its run a program lets the next kernel do
-the same. So memory stays busy through the sums at the end, the launch and the small kernels between two products.
+brought to the L2 cache, and wait for the tokens only then. So memory stays busy through the end of one product, the
+launch of the next and the small kernels between them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tokenmill_kernels.gpu.argmax import first_largest
-from tokenmill_kernels.gpu.launch import wait_for_inputs
+from tokenmill_kernels.gpu.launch import let_dependents_start, wait_for_inputs
 
 
 @triton.jit
@@ -51,22 +51,12 @@ def _prefetch(
 
 
 @triton.jit
-def _let_dependents_start_at(remaining, threshold):
-    """The next kernel may be set up when `remaining` units of the run are exactly `threshold`. No branch: the loop
-    around it stays pipelined."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.s32 p, $1, $2; @p griddepcontrol.launch_dependents; mov.u32 $0, 0; }",
-        "=r,r,r", [remaining, threshold], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _multiply(
-    x_ptr, weight_ptr, tile, k_first, k_last, unit, end, early, num_tokens, num_outputs, k_size, x_stride,
+    x_ptr, weight_ptr, tile, k_first, k_last, num_tokens, num_outputs, k_size, x_stride,
     gated: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_t: tl.constexpr, even_k: tl.constexpr,
-    num_stages: tl.constexpr, pdl: tl.constexpr,
+    num_stages: tl.constexpr,
 ):  # fmt: skip
-    """Sum over units [k_first, k_last) of a tile, float32 [block_n, block_t]; `unit` is the first one's number.
+    """Sum over columns [k_first, k_last) * block_k of a tile, float32 [block_n, block_t].
 
     One token is multiplied by ordinary instructions, which leave their sums in place until the end.
     """
@@ -87,8 +77,6 @@ def _multiply(
             known = tokens < num_tokens if even_k else inside & (tokens < num_tokens)
             x = tl.load(x_ptrs + start, mask=known, other=0.0)
             total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-        if pdl:
-            _let_dependents_start_at(end - (unit + k_tile - k_first), early)
     return tl.sum(total, axis=1, keep_dims=True) if block_t == 1 else total
 
 
@@ -152,10 +140,10 @@ def _store_outputs(
     tl.store(out_ptr + tokens * out_stride + outputs, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_outputs", "ahead", "early", "granule"])
+@triton.jit(do_not_specialize=["num_tokens", "num_outputs", "ahead", "granule"])
 def stream_kernel(
     out_ptr, best_index_ptr, x_ptr, weight_ptr, bias_ptr, partials_ptr, arrivals_ptr,
-    num_tokens, num_outputs, k_size, x_stride, out_stride, ahead, early, granule,
+    num_tokens, num_outputs, k_size, x_stride, out_stride, ahead, granule,
     gated: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_t: tl.constexpr, even_k: tl.constexpr,
     parts: tl.constexpr, num_stages: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
@@ -173,6 +161,7 @@ def stream_kernel(
         for coming in range(first, tl.minimum(first + ahead, end)):
             _prefetch(weight_ptr, coming, k_tiles, k_size, num_outputs, gated, block_n, block_k, parts)
     wait_for_inputs(pdl)
+    let_dependents_start(pdl)
     best = tl.full((block_t,), float("-inf"), dtype=tl.float32)
     best_index = tl.full((block_t,), 0, dtype=tl.int32)
     unit = first
@@ -181,8 +170,8 @@ def stream_kernel(
         k_first = unit - tile * k_tiles
         k_last = tl.minimum(k_tiles, k_first + end - unit)
         total = _multiply(
-            x_ptr, weight_ptr, tile, k_first, k_last, unit, end, tl.minimum(early, end - first), num_tokens,
-            num_outputs, k_size, x_stride, gated, block_n, block_k, block_t, even_k, num_stages, pdl,
+            x_ptr, weight_ptr, tile, k_first, k_last, num_tokens, num_outputs, k_size, x_stride,
+            gated, block_n, block_k, block_t, even_k, num_stages,
         )  # fmt: skip
         is_mine = k_last - k_first == k_tiles
         if not is_mine:

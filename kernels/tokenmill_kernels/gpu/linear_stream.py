@@ -111,7 +111,6 @@ def _launch(
         x.stride(0),
         out.stride(0),
         config.ahead if k_size >= config.block_k else 0,
-        config.early,
         granule,
         gated=gated,
         block_n=config.block_n,

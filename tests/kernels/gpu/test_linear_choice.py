@@ -11,7 +11,7 @@ from tokenmill_kernels.gpu.linear_choice import TOKEN_BLOCKS, ChoiceTable, Kind,
 H100 = "NVIDIA H100 80GB HBM3"
 QKV_8B = Problem("linear", 6144, 4096)
 STRANGE = Problem("gated", 1234, 808)
-CONFIG = StreamConfig(64, 128, 4, 4, 1, 0, 2, 3)
+CONFIG = StreamConfig(64, 128, 4, 4, 1, 0, 2)
 
 
 @pytest.mark.parametrize("card", [H100, "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "never heard of it"])
@@ -58,7 +58,7 @@ def test_a_broken_file_is_measured_again(tmp_path: Path, text: str, caplog: pyte
     assert str(path) in caplog.text
     assert not table.is_known(STRANGE, 8)
     table.remember({STRANGE.key(8): CONFIG})
-    assert json.loads(path.read_text()) == {STRANGE.key(8): [64, 128, 4, 4, 1, 0, 2, 3]}
+    assert json.loads(path.read_text()) == {STRANGE.key(8): [64, 128, 4, 4, 1, 0, 2]}
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

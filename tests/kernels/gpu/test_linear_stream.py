@@ -9,9 +9,9 @@ from tokenmill_kernels.gpu import linear_stream
 from tokenmill_kernels.gpu.linear_choice import StreamConfig
 from tokenmill_kernels.gpu.linear_stream import can_stream, stream_argmax, stream_linear
 
-WHOLE_TILES = StreamConfig(16, 32, 3, 4, 2, 1, 2, 2)
-HALVES = StreamConfig(16, 32, 3, 4, 7, 2, 2, 2)
-ANY_CUTS = StreamConfig(16, 32, 3, 4, 7, 0, 2, 2)
+WHOLE_TILES = StreamConfig(16, 32, 3, 4, 2, 1, 2)
+HALVES = StreamConfig(16, 32, 3, 4, 7, 2, 2)
+ANY_CUTS = StreamConfig(16, 32, 3, 4, 7, 0, 2)
 CONFIGS = [WHOLE_TILES, HALVES, ANY_CUTS]
 
 
