@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tokenmill_engine.ipc.bytecode import bytecode_environment
 from tokenmill_engine.ipc.channel import ControlChannel
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def spawn_child(
         process = subprocess.Popen(
             [*command, *ends, *args],
             pass_fds=(theirs.fileno(), *pass_fds),
-            env=dict(env) if env is not None else None,
+            env=bytecode_environment(os.environ if env is None else env),
             stdin=subprocess.DEVNULL,
             cwd=_usable_folder(),
             process_group=0,

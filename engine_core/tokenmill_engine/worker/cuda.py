@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KV
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
+from tokenmill_engine.worker.cuda_graphs import GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_steps import CudaSteps
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
@@ -115,15 +115,15 @@ class CudaBackend:
         few = self._steps.excerpt()
         graph_calls = [call for _, call in few.graph_calls()]
         prefills = [partial(few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._prefill_plans()]
-        runner, largest = ModelRunner(few.model, self._tables, few), self._largest_plan()
-        # First what takes longest to compile.
-        self._compile([*prefills, lambda: runner.execute(largest).wait(), *reversed(graph_calls)])
+        largest = partial(ModelRunner(few.model, self._tables, few).execute, self._largest_plan())
+        # What takes longest to compile comes first.
+        self._compile([*prefills, largest, *reversed(graph_calls)])
         self._inputs.ring.clear()
         self._graphs.rehearse([*graph_calls, *prefills])
         self._inputs.ring.clear()
 
     @torch.inference_mode()
-    def _compile(self, calls: Sequence[Call]) -> None:
+    def _compile(self, calls: Sequence[Callable[[], object]]) -> None:
         started = time.monotonic()
         try:
             num_kernels = compile_ahead(calls, self.device)

@@ -29,6 +29,8 @@ class CompileError(Exception):
 def keep_compiled_kernels() -> None:
     """Let Triton keep what it compiles in `triton` in the cache directory, unless TRITON_CACHE_DIR names another place.
     Any number of processes may share it: files are complete when they appear, and their names tell what they are of."""
+    # Texts of the stages between would be read at every start.
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
     if os.environ.get("TRITON_CACHE_DIR"):
         return
     try:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn, cast
 
 from tokenmill_engine.errors import TokenmillError
+from tokenmill_engine.ipc.bytecode import keep_bytecode
 from tokenmill_server.version import __version__
 
 _USAGE = """\
@@ -80,6 +81,8 @@ def _own_process(arguments: Sequence[str]) -> int:
     if arguments[0] == "serve":
         _end_quietly_on_signals()
     _open_standard_streams()
+    if arguments[0] in _COMMANDS:
+        keep_bytecode()
     try:
         return main(arguments)
     finally:
