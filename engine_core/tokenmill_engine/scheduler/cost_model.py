@@ -188,14 +188,15 @@ class StepCostModel:
         predicted = max(float(costs @ features), 1e-9)
         error = elapsed_s - predicted
         is_active = features > 0.0
-        drift = _DRIFT * costs * (self._variances < (_MOST_DRIFT_ERROR * costs) ** 2)
+        scale = self._scale()
+        drift = _DRIFT * scale * (self._variances < (_MOST_DRIFT_ERROR * scale) ** 2)
         self._doubt(drift * is_active, drift)
         shared = covariance @ features
         variance = self._variance(shared, features, predicted)
         deviations = error / math.sqrt(variance)
         if self._is_mistaken(upper, deviations):
             # About these costs, or about all of them.
-            doubt = error / predicted * costs
+            doubt = error / predicted * scale
             self._doubt(doubt * is_active, 0.7 * doubt)
             shared = covariance @ features
             variance = self._variance(shared, features, predicted)
@@ -214,6 +215,14 @@ class StepCostModel:
             if not self._known[knot]:
                 self._known[knot] = bool(self._variances[knot] < (_KNOWN_ERROR * costs[knot]) ** 2)
         self._publish()
+
+    def _scale(self) -> NDArray[np.float64]:
+        """What the costs are doubted in proportion to: themselves, but slopes that fell to 0 can rise again."""
+        scale = self._costs.copy()
+        per_token = scale[-3] / self._knots[-1]
+        scale[-2] = max(scale[-2], _DECODE_PER_TOKEN * per_token)
+        scale[-1] = max(scale[-1], _PREFILL_PER_TOKEN * per_token)
+        return scale
 
     def _doubt(self, own: NDArray[np.float64], together: NDArray[np.float64]) -> None:
         """Doubt each cost by itself by so many seconds, and all of them together."""

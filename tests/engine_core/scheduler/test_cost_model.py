@@ -195,3 +195,14 @@ def test_hours_of_equal_steps_do_not_make_it_forget() -> None:
     found = np.abs(errors(model, H100_8B, generator))
     assert np.median(found) < 0.04
     assert np.percentile(found, 90) < 0.1
+
+
+def test_a_cost_that_seemed_to_be_nothing_is_found_out() -> None:
+    """For a long time reading the context costs nothing; then it does."""
+    generator = np.random.default_rng(0)
+    free = Costs(H100_8B.base, 0.0, 0.0)
+    model = StepCostModel(8192, H100_8B.prefill_costs(SIZES))
+    teach(model, free, generator, 2000)
+    assert np.median(np.abs(errors(model, free, generator))) < 0.03
+    teach(model, H100_8B, generator, 500)
+    assert np.median(np.abs(errors(model, H100_8B, generator))) < 0.03
