@@ -156,15 +156,17 @@ def merge_kernel(
 ):  # fmt: skip
     """Program (p, g) finishes query head g of the key/value head that begins in run p and goes on in later ones.
 
-    The plan, at least two launches old, is complete before the wait (see `decode_kernel`).
+    The plan, at least two launches old, is complete before the wait (see `decode_kernel`). The launch after this one
+    may start before the wait too, an exception to `dependent_launch`: it has the time of the decode launch to bring
+    weights closer, but must not touch what that writes before it has waited itself, the attention output.
     """
+    let_dependents_start(pdl)
     first_run = tl.program_id(0)
     fields = runs_ptr + first_run * RUN_FIELDS
     last_run = tl.load(fields + 6)
     token = tl.load(fields + 7).to(tl.int64)
     head = tl.load(fields + 8) * group + tl.program_id(1)
     wait_for_inputs(pdl)
-    let_dependents_start(pdl)
     if last_run >= 0:
         dims = tl.arange(0, dim_block)
         peak = MASKED_SCORE

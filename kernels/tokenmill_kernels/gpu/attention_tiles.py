@@ -12,7 +12,7 @@ MIN_DOT_SIZE = 16
 
 _AMPLE_SHARED_MEMORY = 160 * 1024
 _DECODE_TILE_BYTES = 16384
-_FEW_REQUESTS = 64
+_FEW_REQUESTS = 48
 
 
 @dataclass(frozen=True, slots=True)
