@@ -6,7 +6,7 @@ compiles shows which variants there will be. What is compiled is kept for later 
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,19 +56,31 @@ def compile_ahead(calls: Iterable[Callable[[], object]], device: torch.device) -
     """
     found: dict[int, Any] = {}
     try:
-        with _pool(device) as pool:
-            with triton.AsyncCompileMode(pool), _compiling_only(found), _ZeroedTensors():
-                for call in calls:
-                    call()
-            kernels = {id(kernel): kernel for kernel in map(_compiled, found.values()) if kernel is not None}
-            # The first look at `run` loads the machine code and makes the function that launches it.
-            for loaded in [pool.submit(getattr, kernel, "run") for kernel in kernels.values()]:
-                loaded.result()
+        with _pool(device) as pool, triton.AsyncCompileMode(_Loader(pool)), _compiling_only(found), _ZeroedTensors():
+            for call in calls:
+                call()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise CompileError(_one_line(error)) from error
-    return len(kernels)
+    return len({id(_compiled(kernel)) for kernel in found.values() if kernel is not None})
+
+
+class _Loader:
+    """An executor that loads what it compiles."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> "Future[Any]":
+        return self._pool.submit(self._load, compile_kernel)
+
+    @staticmethod
+    def _load(compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        # The first look at it loads the machine code and makes the function that launches it.
+        _ = kernel.run
+        return kernel
 
 
 def _pool(device: torch.device) -> ThreadPoolExecutor:
@@ -79,19 +91,22 @@ def _pool(device: torch.device) -> ThreadPoolExecutor:
 
 
 def _compiled(kernel: Any) -> Any:
-    """What a launch that only compiles gives, once it is done; nothing in the interpreter."""
-    return kernel.result() if hasattr(kernel, "result") else kernel
+    """The kernel that a launch stands for, which may still be compiled then."""
+    return kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
 
 
 @contextmanager
 def _compiling_only(found: dict[int, Any]) -> Iterator[None]:
-    """`kernel[grid](...)` compiles what it needs and launches nothing; the kernels go to `found`, by their identity."""
+    """`kernel[grid](...)` compiles what it needs and launches nothing. What it would launch goes to `found`, by identity;
+    in the interpreter that is None."""
     launching = KernelInterface.__getitem__
 
     def without_launch(self, grid):
         def compile_only(*args, **kwargs):
             kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
             found[id(kernel)] = kernel
+            if isinstance(kernel, triton.FutureKernel) and kernel.future is not None and kernel.future.done():
+                kernel.result()  # so that the next launch finds it at once
 
         return compile_only
 
