@@ -1,10 +1,18 @@
 """CUDA graphs by what they were captured for. All share one pool of memory, in which nothing outlives a graph."""
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 import torch
 
 Call = Callable[[], torch.Tensor]
+
+
+class Replay(Protocol):
+    """What runs a call again, if it was recorded."""
+
+    def replay(self, key: Hashable) -> torch.Tensor | None:
+        """Enqueue what was recorded for `key` on the current stream; its result, or None if there is nothing."""
 
 
 class GraphStore:
@@ -20,7 +28,7 @@ class GraphStore:
         self._pool = torch.cuda.graph_pool_handle()
 
     def replay(self, key: Hashable) -> torch.Tensor | None:
-        """Enqueue the graph of `key` on the current stream; what its call returned, or None if there is no graph."""
+        """As `Replay`."""
         recorded = self._graphs.get(key)
         if recorded is None:
             return None

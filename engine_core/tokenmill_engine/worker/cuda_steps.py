@@ -14,7 +14,7 @@ from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling import table as columns
 from tokenmill_engine.sampling.sampler import Sampled
-from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
+from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.model_runner import Hidden
@@ -29,7 +29,7 @@ _FEATURE_SETS = (0, columns.RANDOM, columns.ON_DEVICE)
 class CudaSteps:
     """The buffers of the steps, and their graphs."""
 
-    def __init__(self, model: DenseDecoder, inputs: CudaInputs, graphs: GraphStore, ladder: Ladder | None) -> None:
+    def __init__(self, model: DenseDecoder, inputs: CudaInputs, graphs: Replay, ladder: Ladder | None) -> None:
         """Without a `ladder` there are no graphs."""
         self.model = model
         self.kv_caches: KVCaches = []
