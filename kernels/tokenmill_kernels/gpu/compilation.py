@@ -97,8 +97,8 @@ def _compiled(kernel: Any) -> Any:
 
 @contextmanager
 def _compiling_only(found: dict[int, Any]) -> Iterator[None]:
-    """`kernel[grid](...)` compiles what it needs and launches nothing. What it would launch goes to `found`, by identity;
-    in the interpreter that is None."""
+    """`kernel[grid](...)` compiles what it needs and launches nothing. What it would launch goes to `found` by its
+    identity; in the interpreter that is None."""
     launching = KernelInterface.__getitem__
 
     def without_launch(self, grid):
