@@ -29,9 +29,9 @@ from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.messages import AddRequest, SamplingParams
 from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
-from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_engine.worker.step_ring import StepRing
 
 _VOCAB_SIZE = 49152
 _MAX_MODEL_LEN = 8192
@@ -82,10 +82,12 @@ def make_preparation(kind: str, num_seqs: int) -> Prepare:
     num_blocks = -(-_MAX_MODEL_LEN // _BLOCK_SIZE)
     tables = SlotTables(SlotShape(num_seqs, _MAX_MODEL_LEN, num_blocks, 1, _VOCAB_SIZE), torch.device("cpu"))
     if kind == "gpu":
-        inputs = CudaInputs(tables, _BLOCK_SIZE, num_seqs, _MAX_TOKENS)
+        ring = StepRing(num_seqs, tables.device)
 
         def stage(plan: StepPlan) -> None:
-            inputs.stage(plan, inputs.ring.begin())
+            # What an entry has no room for, at the arrival of many requests, would need a device to go to.
+            ring.begin().write(plan, tables.changes(plan))
+            ring.count()
 
         return stage
     preparer = CpuPreparer(tables, _BLOCK_SIZE)

@@ -15,11 +15,11 @@ TIMES = {"step_us_median", "step_us_mean", "step_us_p99", "prepare_us_mean", "en
 @pytest.mark.parametrize("preparation", ["gpu", "cpu", "none"])
 def test_it_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str], preparation: str) -> None:
     path = tmp_path / "out.json"
-    arguments = ["--num-seqs", "20", "--num-steps", "40", "--num-clients", "3", "--preparation", preparation]
+    arguments = ["--num-seqs", "300", "--num-steps", "40", "--num-clients", "3", "--preparation", preparation]
     assert cli.main(["scheduler", *arguments, "--output-json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result.keys() == TIMES | {"num_seqs", "preparation"}
-    assert (result["num_seqs"], result["preparation"]) == (20, preparation)
+    assert (result["num_seqs"], result["preparation"]) == (300, preparation)
     assert result["step_us_p99"] >= result["step_us_median"] > 0
     assert (result["prepare_us_mean"] > 2) == (preparation != "none")
     assert result["prepare_us_mean"] < result["step_us_mean"]
