@@ -6,10 +6,14 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from triton.errors import TritonError
 
+from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead
 from tokenmill_kernels.gpu.linear_choice import (
     TOKEN_BLOCKS,
     ChoiceTable,
@@ -27,9 +31,16 @@ logger = logging.getLogger(__name__)
 _COLD_BYTES = 128 << 20
 """A measurement walks matrices of that many bytes together, so that they come from memory and not from a cache."""
 _ROUNDS = 5
+_MAX_CANDIDATES = 3
 
 Call = Callable[[torch.Tensor, torch.Tensor], object]
 """A function of tokens and weight."""
+
+_LIBRARY_CALLS: dict[Kind, Call] = {
+    "linear": partial(library_linear, bias=None),
+    "gated": partial(library_gated_linear, bias=None),
+    "argmax": library_argmax,
+}
 
 
 def prepare(problems: Iterable[Problem], dtype: torch.dtype, device: torch.device) -> int:
@@ -50,14 +61,25 @@ def prepare(problems: Iterable[Problem], dtype: torch.dtype, device: torch.devic
     started = time.monotonic()
     try:
         bench = _Bench(max(_COLD_BYTES // dtype.itemsize, *(p.num_rows * p.k_size for p, _ in unknown)), dtype, device)
-        table.remember({problem.key(block_t): bench.fastest(problem, block_t, table) for problem, block_t in unknown})
+        cases = [bench.case(problem, block_t, table) for problem, block_t in unknown]
+        bench.compile(cases)
+        table.remember({case.key: bench.fastest(case) for case in cases})
     except torch.OutOfMemoryError:
-        logger.warning(
-            "no memory is left to measure matrix kernels with: their choice may not be the best"
-        )
+        logger.warning("no memory is left to measure matrix kernels with: their choice may not be the best")
         return 0
     logger.info("measured the fastest of %d matrix kernels in %.1f s", len(unknown), time.monotonic() - started)
     return len(unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A choice to make."""
+
+    key: str
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    library: Call
+    streamed: dict[StreamConfig, Call]
 
 
 class _Bench:
@@ -67,18 +89,31 @@ class _Bench:
         self._numbers = torch.empty(num_elements, dtype=dtype, device=device).normal_(0, 0.02)
         self._stream = torch.cuda.Stream(device)
 
-    def fastest(self, problem: Problem, block_t: int, table: ChoiceTable) -> StreamConfig | None:
-        """The fastest of what the table uses for such problems, None if that is the library."""
+    def case(self, problem: Problem, block_t: int, table: ChoiceTable) -> _Case:
+        """Inputs, and what may be chosen for them."""
         size = problem.num_rows * problem.k_size
         weights = [
             self._numbers[first : first + size].view(problem.num_rows, problem.k_size)
             for first in range(0, max(_COLD_BYTES // self._numbers.itemsize - size, 0) + 1, size)
         ]
         x = torch.randn(block_t, problem.k_size, device=self._numbers.device).to(self._numbers.dtype)
-        if not can_stream(x, weights[0]):
-            return None
-        options = [None, *table.candidates(problem.kind, block_t)]
-        times = {config: self._time(_call(problem.kind, config), x, weights) for config in options}
+        candidates = table.candidates(problem.kind, block_t)[:_MAX_CANDIDATES] if can_stream(x, weights[0]) else []
+        streamed = {config: _stream_call(problem.kind, config) for config in candidates}
+        return _Case(problem.key(block_t), x, weights, _LIBRARY_CALLS[problem.kind], streamed)
+
+    def compile(self, cases: Iterable[_Case]) -> None:
+        """Compiles all kernels side by side. What does not compile fails again, alone, when it is timed."""
+        calls = [partial(call, case.x, case.weights[0]) for case in cases for call in case.streamed.values()]
+        with suppress(CompileError):
+            compile_ahead(calls, self._numbers.device)
+
+    def fastest(self, case: _Case) -> StreamConfig | None:
+        """The fastest of the case's implementations, None if that is the library."""
+        times: dict[StreamConfig | None, float] = {None: self._time(case.library, case.x, case.weights)}
+        for config, call in case.streamed.items():
+            # Some tiles do not fit some cards.
+            with suppress(TritonError):
+                times[config] = self._time(call, case.x, case.weights)
         return min(times, key=times.__getitem__)
 
     def _time(self, call: Call, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
@@ -87,7 +122,7 @@ class _Bench:
             call(x, weights[0])
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
+            graph.capture_begin(capture_error_mode="thread_local")
             for weight in weights:
                 call(x, weight)
             graph.capture_end()
@@ -103,10 +138,7 @@ class _Bench:
         return statistics.median(times)
 
 
-def _call(kind: Kind, config: StreamConfig | None) -> Call:
-    """What is timed, by the library if `config` is None."""
+def _stream_call(kind: Kind, config: StreamConfig) -> Call:
     if kind == "argmax":
-        return library_argmax if config is None else partial(stream_argmax, config=config)
-    if config is not None:
-        return partial(stream_linear, bias=None, config=config, gated=kind == "gated")
-    return partial(library_gated_linear if kind == "gated" else library_linear, bias=None)
+        return partial(stream_argmax, config=config)
+    return partial(stream_linear, bias=None, config=config, gated=kind == "gated")
