@@ -18,9 +18,9 @@ from tokenmill_kernels.gpu.launch import device_limits, launch_options
 from tokenmill_kernels.gpu.sampling_draw import draw_kernel
 
 _NUM_ROUNDS = 3
-_PROGRAMS_PER_SM = 16
+_PROGRAMS_PER_SM = 8
 """How many look for thresholds, all rows together."""
-_SEARCH_WARPS = 8
+_NARROW_WARPS, _COLLECT_WARPS = 4, 8
 _CHUNK, _SPAN = search.CHUNK.value, search.SPAN.value
 
 
@@ -53,7 +53,7 @@ class Workspace:
         self.chunk_max, self.chunk_sum = (buffer(max_rows, self.num_chunks) for _ in range(2))
         self.chunk_kept = buffer(max_rows, self.num_chunks, dtype=torch.float64)
         list_size, num_pivots = search.LIST_SIZE.value, search.NUM_PIVOTS.value
-        self.num_listed = buffer(max_rows, dtype=torch.int32)
+        self.num_listed = buffer(max_rows, search.COUNTER_STRIDE.value, dtype=torch.int32)
         self.listed_logits = buffer(max_rows, list_size)
         self.listed_tokens = buffer(max_rows, list_size, dtype=torch.int32)
         self.states = [buffer(max_rows, search.STATE_SIZE.value, dtype=torch.float64) for _ in range(_NUM_ROUNDS + 1)]
@@ -120,11 +120,11 @@ def _search(logits: torch.Tensor, slots: torch.Tensor, tables: SamplingTables, w
         search.narrow_kernel[grid](
             states[index], pivots[index], measures[index], states[last], pivots[last], measures[last],
             workspace.chunk_max, logits, slots, tables.floats, logits.stride(0), vocab_size, num_chunks, num_spans,
-            round_index=index, spans_block=spans_block, num_warps=_SEARCH_WARPS, **options,
+            index, spans_block=spans_block, num_warps=_NARROW_WARPS, **options,
         )  # fmt: skip
     search.collect_kernel[grid](
         states[-1], workspace.chunk_kept, workspace.num_listed, workspace.listed_logits, workspace.listed_tokens,
         states[-2], pivots[-1], measures[-1], workspace.chunk_max, logits, slots, tables.floats, logits.stride(0),
-        vocab_size, num_chunks, num_spans, num_rounds=_NUM_ROUNDS, spans_block=spans_block, num_warps=_SEARCH_WARPS,
+        vocab_size, num_chunks, num_spans, _NUM_ROUNDS, spans_block=spans_block, num_warps=_COLLECT_WARPS,
         **options,
     )  # fmt: skip

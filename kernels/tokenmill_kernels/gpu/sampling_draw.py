@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 from tokenmill_kernels.gpu.launch import let_dependents_start, wait_for_inputs
-from tokenmill_kernels.gpu.sampling_math import AFTER_ONE, LOG2_E, largest_threshold, uniform, weights_of
+from tokenmill_kernels.gpu.sampling_math import AFTER_ONE, LOG2_E, find_threshold, uniform, weights_of
 from tokenmill_kernels.gpu.sampling_search import (
     BY_BOTH,
     BY_COUNT,
     BY_MASS,
     CHUNK,
+    COUNTER_STRIDE,
     LIST_SIZE,
     LISTED,
     NUM_FLOATS,
@@ -85,16 +86,16 @@ def _threshold(logits_ptr, num_logits, whole, state_ptr, top_k, top_p, vocab_siz
     threshold = low
     if (kind == BY_COUNT) | (kind == BY_MASS):
         base = tl.where(whole, 0.0, measure_high)
-        threshold = largest_threshold(
+        threshold = find_threshold(
             logits_ptr, num_logits, row_max, scale, kind == BY_COUNT, base, target, low, high, _BLOCK
         )
     if (kind == LISTED) | (kind == BY_BOTH):
         end = low * 0.0 + AFTER_ONE
         if top_k < vocab_size:
-            threshold = largest_threshold(logits_ptr, num_logits, row_max, scale, True, 0.0, top_k, low, end, _BLOCK)
+            threshold = find_threshold(logits_ptr, num_logits, row_max, scale, True, 0.0, top_k, low, end, _BLOCK)
         if top_p < 1.0:
             mass = _mass_above(logits_ptr, num_logits, row_max, scale, threshold, _BLOCK)
-            threshold = largest_threshold(
+            threshold = find_threshold(
                 logits_ptr, num_logits, row_max, scale, False, 0.0, top_p.to(tl.float64) * mass, threshold, end, _BLOCK
             )
     return threshold
@@ -156,7 +157,7 @@ def draw_kernel(
                 if filtered:
                     kind = tl.load(state_ptr + row * STATE_SIZE).to(tl.int32)
                     if kind != UNFILTERED:
-                        num_listed = tl.load(num_listed_ptr + row)
+                        num_listed = tl.load(num_listed_ptr + row * COUNTER_STRIDE)
                         top_k = tl.load(integers_ptr + slot * NUM_INTEGERS + TOP_K)
                         top_p = tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P)
                         whole = num_listed > LIST_SIZE

@@ -40,16 +40,21 @@ def uniform(seed, position):
 
 
 @triton.jit
-def largest_threshold(logits_ptr, num_logits, row_max, scale, by_count, base, target, low, high, block: tl.constexpr):
-    """The largest weight t in [low, high) for which `base` and the measure of the weights of at least t among
-    `num_logits` logits make `target` together; `low` if there is none.
+def find_threshold(logits_ptr, num_logits, row_max, scale, by_count, base, target, low, high, block: tl.constexpr):
+    """A threshold that keeps the fewest of `num_logits` logits for which `base` and the measure of their weights make
+    `target` together; `low` if all do not, or if none below `high` are in question.
 
-    The measure is their number, or their sum. Weights are compared as bits, of which each round fixes two.
+    The measure of weights is their number, or their sum; `base` belongs to those of at least `high`, unless they are
+    among the logits. Weights are compared as bits, of which each round fixes two, until at most one weight lies between
+    the bounds.
     """
     lanes = tl.arange(0, block)
     low_bits = low.to(tl.int32, bitcast=True)
     high_bits = high.to(tl.int32, bitcast=True)
-    while high_bits - low_bits > 1:
+    high_measure = tl.full((), 0.0, dtype=tl.float64) + base
+    low_measure = high_measure + float("inf")
+    one = tl.where(by_count, 1.0, low)
+    while (high_bits - low_bits > 1) & (low_measure - high_measure >= 2 * one):
         step = tl.maximum((high_bits - low_bits) // 4, 1)
         first = low_bits + step
         second = tl.minimum(first + step, high_bits - 1)
@@ -66,13 +71,28 @@ def largest_threshold(logits_ptr, num_logits, row_max, scale, by_count, base, ta
             first_sum += tl.where(inside & (bits >= first), values, 0.0)
             second_sum += tl.where(inside & (bits >= second), values, 0.0)
             third_sum += tl.where(inside & (bits >= third), values, 0.0)
-        enough_first = base + tl.sum(first_sum, axis=0) >= target
-        enough_second = base + tl.sum(second_sum, axis=0) >= target
-        enough_third = base + tl.sum(third_sum, axis=0) >= target
-        high_bits = tl.where(
-            enough_third, high_bits, tl.where(enough_second, third, tl.where(enough_first, second, first))
+        low_bits, low_measure, high_bits, high_measure = _closed_in(
+            first, base + tl.sum(first_sum, axis=0), low_bits, low_measure, high_bits, high_measure, target
         )
-        low_bits = tl.where(
-            enough_third, third, tl.where(enough_second, second, tl.where(enough_first, first, low_bits))
+        low_bits, low_measure, high_bits, high_measure = _closed_in(
+            second, base + tl.sum(second_sum, axis=0), low_bits, low_measure, high_bits, high_measure, target
         )
+        low_bits, low_measure, high_bits, high_measure = _closed_in(
+            third, base + tl.sum(third_sum, axis=0), low_bits, low_measure, high_bits, high_measure, target
+        )
+        one = tl.where(by_count, 1.0, low_bits.to(tl.float32, bitcast=True))
     return low_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _closed_in(pivot, measure, low, low_measure, high, high_measure, target):
+    """Bounds after the measure at a pivot is known; a pivot that is not between them changes nothing."""
+    enough = measure >= target
+    raises = enough & (pivot > low)
+    lowers = (enough == 0) & (pivot < high)
+    return (
+        tl.where(raises, pivot, low),
+        tl.where(raises, measure, low_measure),
+        tl.where(lowers, pivot, high),
+        tl.where(lowers, measure, high_measure),
+    )

@@ -15,7 +15,7 @@ from tokenmill_kernels import sampling_columns as columns
 from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 from tokenmill_kernels.gpu.sampling import SamplingTables
 
-MAX_WORKERS = 128
+MAX_WORKERS = 64
 
 _BLOCK = 1024
 _NUM_FLOATS = tl.constexpr(columns.NUM_FLOATS)

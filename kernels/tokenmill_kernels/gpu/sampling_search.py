@@ -21,10 +21,10 @@ CHUNK = tl.constexpr(128)
 SPAN_CHUNKS = tl.constexpr(32)
 SPAN = tl.constexpr(32 * 128)
 """Tokens with one measure."""
-_TILE_CHUNKS = tl.constexpr(8)
-"""Chunks that `collect` looks at together."""
 NUM_PIVOTS = tl.constexpr(8)
 LIST_SIZE = tl.constexpr(4096)
+COUNTER_STRIDE = tl.constexpr(32)
+"""Counters of lists stand so far apart, each in a cache line of its own."""
 STATE_SIZE = tl.constexpr(16)
 
 TEMPERATURE = tl.constexpr(columns.TEMPERATURE)
@@ -35,48 +35,31 @@ SEED = tl.constexpr(columns.SEED)
 NUM_FLOATS = tl.constexpr(columns.NUM_FLOATS)
 NUM_INTEGERS = tl.constexpr(columns.NUM_INTEGERS)
 
-# Entries of a state.
-KIND = tl.constexpr(0)
-ROW_MAX = tl.constexpr(1)
-SCALE = tl.constexpr(2)
-LOW = tl.constexpr(3)
-"""The threshold is at least this weight,"""
-HIGH = tl.constexpr(4)
-"""and less than this one."""
-MEASURE_LOW = tl.constexpr(5)
-"""Number of the weights of at least LOW or, where the search is for a mass, their sum; or more than that."""
-MEASURE_HIGH = tl.constexpr(6)
-"""The same of HIGH, exactly."""
-TARGET = tl.constexpr(7)
-"""What the weights of at least the threshold must make."""
-FLOOR = tl.constexpr(8)
-"""Weights under this are cut by min_p."""
-
 # Kinds of rows.
 UNFILTERED = tl.constexpr(0)
 KNOWN = tl.constexpr(1)
-"""LOW is the threshold."""
+"""The lower bound is the threshold."""
 LISTED = tl.constexpr(2)
-"""All weights of at least LOW go to the list."""
+"""All weights of at least the lower bound go to the list."""
 BY_COUNT = tl.constexpr(3)
-"""The threshold is the TARGET-th largest weight."""
+"""The threshold is the largest weight that keeps top_k."""
 BY_MASS = tl.constexpr(4)
-"""The threshold is the largest that leaves the mass TARGET."""
+"""The threshold is the largest weight that keeps the share top_p of the mass that min_p leaves."""
 BY_BOTH = tl.constexpr(5)
-"""The TARGET-th largest weight is searched for, but all above it go to the list."""
+"""First by count; but all weights above that threshold go to the list, and the draw cuts them by mass."""
 
 
 @triton.jit
-def chunk_offsets(first, num: tl.constexpr):
-    """int32 [num, CHUNK]: the tokens of `num` chunks."""
-    chunks = first + tl.arange(0, num)
+def span_tokens(span):
+    """int32 [SPAN_CHUNKS, CHUNK]: the tokens of a span."""
+    chunks = span * SPAN_CHUNKS + tl.arange(0, SPAN_CHUNKS)
     return chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
 
 
 @triton.jit
 def load_span(row_ptr, span, vocab_size):
     """float32 [SPAN_CHUNKS, CHUNK] logits of a span, minus infinity past the end."""
-    tokens = chunk_offsets(span * SPAN_CHUNKS, SPAN_CHUNKS)
+    tokens = span_tokens(span)
     return tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf"))
 
 
@@ -113,30 +96,39 @@ def chunk_weights(chunk_max, chunk_sum, row_max, scale):
 
 @triton.jit
 def _store_state(state_ptr, kind, row_max, scale, low, high, measure_low, measure_high, target, floor):
-    tl.store(state_ptr + KIND, kind.to(tl.float64))
-    tl.store(state_ptr + ROW_MAX, row_max.to(tl.float64))
-    tl.store(state_ptr + SCALE, scale.to(tl.float64))
-    tl.store(state_ptr + LOW, low.to(tl.float64))
-    tl.store(state_ptr + HIGH, high.to(tl.float64))
-    tl.store(state_ptr + MEASURE_LOW, measure_low)
-    tl.store(state_ptr + MEASURE_HIGH, measure_high)
-    tl.store(state_ptr + TARGET, target)
-    tl.store(state_ptr + FLOOR, floor.to(tl.float64))
+    """Keeps what is known about a row.
+
+    row_max, scale: turn logits into weights.
+    low, high: the threshold is at least `low` and less than `high`.
+    measure_low: number of the weights of at least `low` or, in a search by mass, their sum; or more than that.
+    measure_high: the same of `high`, exactly.
+    target: what the weights of at least the threshold must make.
+    floor: weights under this are cut by min_p.
+    """
+    tl.store(state_ptr, kind.to(tl.float64))
+    tl.store(state_ptr + 1, row_max.to(tl.float64))
+    tl.store(state_ptr + 2, scale.to(tl.float64))
+    tl.store(state_ptr + 3, low.to(tl.float64))
+    tl.store(state_ptr + 4, high.to(tl.float64))
+    tl.store(state_ptr + 5, measure_low)
+    tl.store(state_ptr + 6, measure_high)
+    tl.store(state_ptr + 7, target)
+    tl.store(state_ptr + 8, floor.to(tl.float64))
 
 
 @triton.jit
 def load_state(state_ptr):
-    """What `_store_state` takes, in its order."""
+    """What `_store_state` keeps, in its order."""
     return (
-        tl.load(state_ptr + KIND).to(tl.int32),
-        tl.load(state_ptr + ROW_MAX).to(tl.float32),
-        tl.load(state_ptr + SCALE).to(tl.float32),
-        tl.load(state_ptr + LOW).to(tl.float32),
-        tl.load(state_ptr + HIGH).to(tl.float32),
-        tl.load(state_ptr + MEASURE_LOW),
-        tl.load(state_ptr + MEASURE_HIGH),
-        tl.load(state_ptr + TARGET),
-        tl.load(state_ptr + FLOOR).to(tl.float32),
+        tl.load(state_ptr).to(tl.int32),
+        tl.load(state_ptr + 1).to(tl.float32),
+        tl.load(state_ptr + 2).to(tl.float32),
+        tl.load(state_ptr + 3).to(tl.float32),
+        tl.load(state_ptr + 4).to(tl.float32),
+        tl.load(state_ptr + 5),
+        tl.load(state_ptr + 6),
+        tl.load(state_ptr + 7),
+        tl.load(state_ptr + 8).to(tl.float32),
     )
 
 
@@ -150,7 +142,7 @@ def plan_kernel(
     let_dependents_start(pdl)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
-    tl.store(num_listed_ptr + row, 0)
+    tl.store(num_listed_ptr + row * COUNTER_STRIDE, 0)
     kind = tl.full((), UNFILTERED, dtype=tl.int32)
     zero = tl.full((), 0.0, dtype=tl.float32)
     row_max, scale, low, high, floor = zero, zero, zero, zero, zero
@@ -181,7 +173,7 @@ def plan_kernel(
 
 @triton.jit
 def _first_bounds(chunk_max, total, top_k, top_p, floor, vocab_size, num_chunks):
-    """(kind, LOW, HIGH) of a row with filters, from the largest weight of each of its chunks and the sum of all."""
+    """(kind, low, high) of a row with filters, from the largest weight of each of its chunks and the sum of all."""
     cuts_count, cuts_mass = top_k < vocab_size, top_p < 1.0
     kind = tl.where(cuts_count, tl.where(cuts_mass, BY_BOTH, BY_COUNT), tl.where(cuts_mass, BY_MASS, KNOWN))
     high = tl.where(kind == KNOWN, floor, AFTER_ONE)
@@ -222,47 +214,48 @@ def _is_wide(kind, low, measure_low, measure_high):
 
 
 @triton.jit
-def _pivots(kind, low, high, measure_low, measure_high, target, floor, first: tl.constexpr):
-    """float32 [NUM_PIVOTS] weights above 0 to measure at: spread between the bounds in the first round, close around
-    where the target is expected in the others."""
+def _first_pivots(kind, low, floor):
+    """float32 [NUM_PIVOTS] weights above 0 to measure at, spread between `low` and the largest."""
     lanes = tl.arange(0, NUM_PIVOTS)
-    log_low = tl.log2(low)
     by_mass = kind == BY_MASS
-    if first:
-        left = 1.0 - (lanes + 1).to(tl.float32) / (NUM_PIVOTS + 1)
-        pivots = tl.exp2(log_low * tl.where(by_mass, left, left * left * left))
-        # The mass that min_p leaves, and whether as many tokens have any weight as top_k asks for.
-        asks = (kind != BY_MASS) | (floor > 0)
-        pivots = tl.where((lanes == 0) & asks, tl.where(by_mass, floor, low), pivots)
-    else:
-        # Where weights are spread evenly over their logarithm, the mass above a weight is linear in the weight. Of
-        # counts the logarithm is taken to be linear in that of the weight.
-        share = ((target - measure_high) / (measure_low - measure_high)).to(tl.float32)
-        log_range = tl.log2(high) - log_low
-        mass_center = (tl.log2(high - (high - low) * share) - log_low) / log_range
-        count_range = tl.log2((measure_low / (measure_high + 0.5)).to(tl.float32))
-        count_center = tl.log2((measure_low / target).to(tl.float32)) / count_range
-        reach = (lanes // 2).to(tl.float32)
-        offsets = 0.008 * tl.exp2(1.7 * reach) * tl.where(lanes % 2 == 0, -1.0, 1.0)
-        shares = tl.minimum(tl.maximum(tl.where(by_mass, mass_center, count_center) + offsets, 0.0), 1.0)
-        pivots = tl.exp2(log_low + log_range * shares)
-    return pivots
+    left = 1.0 - (lanes + 1).to(tl.float32) / (NUM_PIVOTS + 1)
+    pivots = tl.exp2(tl.log2(low) * tl.where(by_mass, left, left * left * left))
+    # The mass that min_p leaves, and whether as many tokens have any weight as top_k asks for.
+    asks = (kind != BY_MASS) | (floor > 0)
+    return tl.where((lanes == 0) & asks, tl.where(by_mass, floor, low), pivots)
 
 
 @triton.jit
-def _refined(state_ptr, pivots_ptr, measures_ptr, top_p, num_spans, first: tl.constexpr, spans_block: tl.constexpr):
-    """State of a row after a round; the state before it where the round had nothing to do."""
+def _closer_pivots(kind, low, high, measure_low, measure_high, target):
+    """float32 [NUM_PIVOTS] weights between the bounds to measure at, around where the target is expected."""
+    # Where weights are spread evenly over their logarithm, the mass above a weight is linear in the weight. Of counts
+    # the logarithm is taken to be linear in that of the weight.
+    log_low = tl.log2(low)
+    log_range = tl.log2(high) - log_low
+    share = ((target - measure_high) / (measure_low - measure_high)).to(tl.float32)
+    mass_center = (tl.log2(high - (high - low) * share) - log_low) / log_range
+    count_range = tl.log2((measure_low / (measure_high + 0.5)).to(tl.float32))
+    count_center = tl.log2((measure_low / target).to(tl.float32)) / count_range
+    lanes = tl.arange(0, NUM_PIVOTS)
+    offsets = 0.008 * tl.exp2(1.7 * (lanes // 2).to(tl.float32)) * tl.where(lanes % 2 == 0, -1.0, 1.0)
+    shares = tl.minimum(tl.maximum(tl.where(kind == BY_MASS, mass_center, count_center) + offsets, 0.0), 1.0)
+    return tl.exp2(log_low + log_range * shares)
+
+
+@triton.jit
+def _refined(state_ptr, pivots_ptr, measures_ptr, top_p, num_spans, num_rounds, spans_block: tl.constexpr):
+    """State of a row after `num_rounds`; the state before the last of them where that had nothing to do."""
     kind, row_max, scale, low, high, measure_low, measure_high, target, floor = load_state(state_ptr)
-    if _is_wide(kind, low, measure_low, measure_high):
+    if (num_rounds > 0) & _is_wide(kind, low, measure_low, measure_high):
         lanes = tl.arange(0, NUM_PIVOTS)
         spans = tl.arange(0, spans_block)
         offsets = spans[:, None] * NUM_PIVOTS + lanes[None, :]
         inside = (spans < num_spans)[:, None] & (lanes >= 0)[None, :]
         pivots = tl.load(pivots_ptr + lanes)
         measures = tl.sum(tl.load(measures_ptr + offsets, mask=inside, other=0.0).to(tl.float64), axis=0)
-        if first:
-            kept = tl.sum(tl.where(lanes == 0, measures, 0.0), axis=0)
-            target = tl.where((kind == BY_MASS) & (floor > 0), top_p.to(tl.float64) * kept, target)
+        kept = tl.sum(tl.where(lanes == 0, measures, 0.0), axis=0)
+        asked = (num_rounds == 1) & (kind == BY_MASS) & (floor > 0)
+        target = tl.where(asked, top_p.to(tl.float64) * kept, target)
         between = (pivots >= low) & (pivots < high)
         lower, upper = between & (measures >= target), between & (measures < target)
         measure_low = tl.min(tl.where(lower, measures, measure_low), axis=0)
@@ -274,36 +267,35 @@ def _refined(state_ptr, pivots_ptr, measures_ptr, top_p, num_spans, first: tl.co
     return kind, row_max, scale, low, high, measure_low, measure_high, target, floor
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_spans"])
+@triton.jit(do_not_specialize=["num_chunks", "num_spans", "num_rounds"])
 def narrow_kernel(
     next_state_ptr, next_pivots_ptr, next_measures_ptr, state_ptr, pivots_ptr, measures_ptr, chunk_max_ptr, logits_ptr,
-    slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans, round_index: tl.constexpr,
-    pdl: tl.constexpr, spans_block: tl.constexpr,
+    slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans, num_rounds, pdl: tl.constexpr,
+    spans_block: tl.constexpr,
 ):  # fmt: skip
     """Measures spans program_id(0), program_id(0) + programs, ... of row program_id(1) above new pivots, if the bounds
-    of the row still lie far apart. The last measures belong to `state_ptr`; the state that they lead to is kept."""
+    of the row still lie far apart after `num_rounds`. The measures of the last round belong to `state_ptr`; the state
+    that they lead to is kept."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     program, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     measures_row = row * num_spans * NUM_PIVOTS
-    state_ptr += row * STATE_SIZE
     if slot >= 0:
-        if round_index == 0:
-            kind, row_max, scale, low, high, measure_low, measure_high, target, floor = load_state(state_ptr)
-        else:
-            top_p = tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P)
-            kind, row_max, scale, low, high, measure_low, measure_high, target, floor = _refined(
-                state_ptr, pivots_ptr + row * NUM_PIVOTS, measures_ptr + measures_row, top_p, num_spans,
-                round_index == 1, spans_block,
+        kind, row_max, scale, low, high, measure_low, measure_high, target, floor = _refined(
+            state_ptr + row * STATE_SIZE, pivots_ptr + row * NUM_PIVOTS, measures_ptr + measures_row,
+            tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P), num_spans, num_rounds, spans_block,
+        )  # fmt: skip
+        if program == 0:
+            _store_state(
+                next_state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, measure_low, measure_high, target,
+                floor,
             )  # fmt: skip
-            if program == 0:
-                _store_state(
-                    next_state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, measure_low, measure_high,
-                    target, floor,
-                )  # fmt: skip
         if _is_wide(kind, low, measure_low, measure_high):
-            pivots = _pivots(kind, low, high, measure_low, measure_high, target, floor, round_index == 0)
+            if num_rounds == 0:
+                pivots = _first_pivots(kind, low, floor)
+            else:
+                pivots = _closer_pivots(kind, low, high, measure_low, measure_high, target)
             if program == 0:
                 tl.store(next_pivots_ptr + row * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS), pivots)
             for span in range(program, num_spans, tl.num_programs(0)):
@@ -323,7 +315,7 @@ def _measure_span(
     chunk_max = tl.load(chunk_max_ptr + chunks, mask=chunks < num_chunks, other=float("-inf"))
     in_question = weights_of(chunk_max, row_max, scale) >= tl.min(pivots, axis=0)
     lanes = tl.arange(0, NUM_PIVOTS)
-    tokens = chunk_offsets(span * SPAN_CHUNKS, SPAN_CHUNKS)
+    tokens = span_tokens(span)
     logits = tl.load(row_ptr + tokens, mask=in_question[:, None] & (tokens < vocab_size), other=float("-inf"))
     weights = weights_of(logits, row_max, scale)
     values = tl.where(by_count, 1.0, weights)
@@ -332,61 +324,62 @@ def _measure_span(
         tl.store(measures_ptr + lane, tl.sum(tl.where(weights >= pivot, values, 0.0)))
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_spans"])
+@triton.jit(do_not_specialize=["num_chunks", "num_spans", "num_rounds"])
 def collect_kernel(
     next_state_ptr, chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr, state_ptr, pivots_ptr,
     measures_ptr, chunk_max_ptr, logits_ptr, slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans,
-    num_rounds: tl.constexpr, pdl: tl.constexpr, spans_block: tl.constexpr,
+    num_rounds, pdl: tl.constexpr, spans_block: tl.constexpr,
 ):  # fmt: skip
-    """Every so many-th tile of row program_id(1), if it has filters: the sum of the weights of each chunk that are kept
-    for certain, and those between the bounds to the list. Counts also what no longer fits the list."""
+    """Of spans program_id(0), program_id(0) + programs, ... of row program_id(1), if it has filters: the sum of the
+    weights of each chunk that are kept for certain, and to the list those between the bounds. A list that does not hold
+    them all has a larger count."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     program, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    state_ptr += row * STATE_SIZE
     if slot >= 0:
-        top_p = tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P)
         kind, row_max, scale, low, high, measure_low, measure_high, target, floor = _refined(
-            state_ptr, pivots_ptr + row * NUM_PIVOTS, measures_ptr + row * num_spans * NUM_PIVOTS, top_p, num_spans,
-            num_rounds == 1, spans_block,
+            state_ptr + row * STATE_SIZE, pivots_ptr + row * NUM_PIVOTS,
+            measures_ptr + row * num_spans * NUM_PIVOTS, tl.load(floats_ptr + slot * NUM_FLOATS + TOP_P), num_spans,
+            num_rounds, spans_block,
         )  # fmt: skip
         if program == 0:
             _store_state(
                 next_state_ptr + row * STATE_SIZE, kind, row_max, scale, low, high, measure_low, measure_high, target,
                 floor,
             )  # fmt: skip
-        if kind != UNFILTERED:
-            for tile in range(program, tl.cdiv(num_chunks, _TILE_CHUNKS), tl.num_programs(0)):
-                _collect_tile(
-                    chunk_kept_ptr + row * num_chunks, num_listed_ptr + row, listed_logits_ptr + row * LIST_SIZE,
+        num_listed_ptr += row * COUNTER_STRIDE
+        if _is_wide(kind, low, measure_low, measure_high):
+            if program == 0:
+                tl.store(num_listed_ptr, LIST_SIZE + 1)
+        elif kind != UNFILTERED:
+            for span in range(program, num_spans, tl.num_programs(0)):
+                _collect_span(
+                    chunk_kept_ptr + row * num_chunks, num_listed_ptr, listed_logits_ptr + row * LIST_SIZE,
                     listed_tokens_ptr + row * LIST_SIZE, chunk_max_ptr + row * num_chunks,
                     logits_ptr + row.to(tl.int64) * row_stride, row_max, scale, low,
-                    tl.where(kind == BY_BOTH, AFTER_ONE, high), tile, vocab_size, num_chunks,
+                    tl.where(kind == BY_BOTH, AFTER_ONE, high), span, vocab_size, num_chunks,
                 )  # fmt: skip
 
 
 @triton.jit
-def _collect_tile(
+def _collect_span(
     chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr, chunk_max_ptr, row_ptr, row_max, scale, low,
-    high, tile, vocab_size, num_chunks,
+    high, span, vocab_size, num_chunks,
 ):  # fmt: skip
-    """The work of `collect_kernel` on a few chunks; pointers are those of the row."""
-    chunks = tile * _TILE_CHUNKS + tl.arange(0, _TILE_CHUNKS)
+    """The work of `collect_kernel` on one span; pointers are those of the row."""
+    chunks = span * SPAN_CHUNKS + tl.arange(0, SPAN_CHUNKS)
     chunk_max = tl.load(chunk_max_ptr + chunks, mask=chunks < num_chunks, other=float("-inf"))
     in_question = weights_of(chunk_max, row_max, scale) >= low
-    tokens = chunk_offsets(tile * _TILE_CHUNKS, _TILE_CHUNKS)
+    # Neighbours change places, so that the compiler sees no run of tokens and lets each thread load single ones, as the
+    # scattered stores below need them: to bring wide loads into that layout would cost more than they gain.
+    tokens = span_tokens(span) ^ 1
     logits = tl.load(row_ptr + tokens, mask=in_question[:, None] & (tokens < vocab_size), other=float("-inf"))
     weights = weights_of(logits, row_max, scale)
     kept = tl.sum(tl.where(weights >= high, weights, 0.0), axis=1)
     tl.store(chunk_kept_ptr + chunks, kept.to(tl.float64), mask=chunks < num_chunks)
-    listed = ((weights >= low) & (weights < high) & (tokens < vocab_size)).to(tl.int32)
-    in_chunks = tl.sum(listed, axis=1)
-    count = tl.sum(in_chunks, axis=0)
-    if count > 0:
-        start = tl.atomic_add(num_listed_ptr, count, sem="relaxed")
-        if start + count <= LIST_SIZE:
-            before = tl.cumsum(in_chunks, axis=0) - in_chunks
-            places = start + before[:, None] + tl.cumsum(listed, axis=1) - listed
-            tl.store(listed_logits_ptr + places, logits, mask=listed != 0)
-            tl.store(listed_tokens_ptr + places, tokens, mask=listed != 0)
+    listed = (weights >= low) & (weights < high) & (tokens < vocab_size)
+    places = tl.atomic_add(num_listed_ptr + tl.zeros_like(tokens), 1, mask=listed, sem="relaxed")
+    listed &= places < LIST_SIZE
+    tl.store(listed_logits_ptr + places, logits, mask=listed)
+    tl.store(listed_tokens_ptr + places, tokens, mask=listed)

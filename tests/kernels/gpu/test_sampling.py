@@ -120,9 +120,9 @@ def test_every_kind_of_search_is_taken() -> None:
     workspace = poisoned_workspace(len(params), vocab_size)
     tokens = choose(logits, make_tables(params, vocab_size), range(len(params)), workspace)
     expect_reference(tokens, logits, params)
-    assert workspace.states[-1][:, search.KIND.value].tolist() == [kind.value for kind in kinds]
+    assert workspace.states[-1][:, 0].tolist() == [kind.value for kind in kinds]
     # Searches end with a list that fits.
-    assert workspace.num_listed[[0, 1, 2, 4]].max() <= search.LIST_SIZE.value
+    assert workspace.num_listed[[0, 1, 2, 4], 0].max() <= search.LIST_SIZE.value
 
 
 def test_more_ties_than_the_list_holds() -> None:
@@ -133,7 +133,7 @@ def test_more_ties_than_the_list_holds() -> None:
     workspace = poisoned_workspace(len(params), vocab_size)
     tokens = choose(logits, make_tables(params, vocab_size), range(len(params)), workspace)
     expect_reference(tokens, logits, params)
-    assert workspace.num_listed.max() > search.LIST_SIZE.value
+    assert workspace.num_listed[:, 0].max() > search.LIST_SIZE.value
 
 
 def test_few_tokens_with_any_weight() -> None:
