@@ -187,6 +187,7 @@ def _serve_rows(load: Load) -> list[Row]:
         ("output tok/s", "output_throughput"),
         ("TTFT p50 ms", "p50_ttft_ms"),
         ("TTFT p99 ms", "p99_ttft_ms"),
+        ("TPOT p50 ms", "p50_tpot_ms"),
         ("ITL p50 ms", "p50_itl_ms"),
         ("ITL p99 ms", "p99_itl_ms"),
     ]

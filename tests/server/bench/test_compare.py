@@ -159,4 +159,4 @@ def test_ourselves_as_the_peer(tmp_path: Path) -> None:
     for side in ("ours", "peer"):
         assert figures(result, side, "1b 256 clients 128/256", "completed") == [128, 128]
         assert figures(result, side, "1b 256 clients 128/256", "total_output_tokens") == [2048, 2048]
-    assert len(result["table"]) == 2 + 15
+    assert len(result["table"]) == 2 + 18
