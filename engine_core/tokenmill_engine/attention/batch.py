@@ -54,5 +54,8 @@ class ForwardBatch:
     max_query_len: int
     max_seq_len: int
     """Host-side upper bounds, for launch shapes only."""
+    any_mix: bool = False
+    """The launches are recorded for any mix of chunks and decodes of at most these sizes: `num_decodes` is no count,
+    only not 0."""
     plans: dict[AttentionShape, ops.AttentionPlan | None] = field(default_factory=dict)
     """Made by the attention backend when the forward pass begins."""

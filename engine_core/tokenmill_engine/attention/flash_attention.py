@@ -1,4 +1,4 @@
-"""FlashAttention-4 (the Python package flash-attn-4) for large chunks of prompts; Triton does the rest."""
+"""FlashAttention-4 (the Python package flash-attn-4) for chunks of prompts in large steps; Triton does the rest."""
 
 import importlib
 from collections.abc import Callable
@@ -13,12 +13,11 @@ from tokenmill_engine.errors import StartupError
 from tokenmill_kernels import ops
 
 _MODULE = "flash_attn.cute"
-_MOST_TRITON_TOKENS = 512
-"""Steps up to this size may be captured in CUDA graphs, whose launches must not depend on the number of decodes."""
 
 
 class FlashAttention4:
-    """The chunks of steps with many tokens. Decodes beside them, and other steps, go to Triton."""
+    """Chunks of prompts in steps that run without a CUDA graph. Decodes, alone or beside them, and whatever is
+    captured for any mix of the two go to Triton."""
 
     name = "flash-attn-4"
 
@@ -68,7 +67,7 @@ class FlashAttention4:
         return attended
 
     def _is_for_triton(self, batch: ForwardBatch) -> bool:
-        return batch.num_decodes == batch.num_reqs or batch.num_tokens <= _MOST_TRITON_TOKENS
+        return batch.num_decodes == batch.num_reqs or batch.any_mix
 
 
 def _decodes(batch: ForwardBatch) -> ForwardBatch:

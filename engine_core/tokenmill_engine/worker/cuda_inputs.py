@@ -79,6 +79,7 @@ class CudaInputs:
             num_decodes=shape.num_decodes,
             max_query_len=shape.max_query_len,
             max_seq_len=self._max_len,
+            any_mix=shape.any_mix,
         )
 
     def advance(self, token_ids: torch.Tensor) -> None:

@@ -33,6 +33,8 @@ class StepShape:
     max_query_len: int
     num_outputs: int | None
     """Hidden states that are asked for, those of chosen tokens; None if it is all of them, in order."""
+    any_mix: bool = False
+    """As in `ForwardBatch`."""
 
     @property
     def num_hidden(self) -> int:
@@ -79,7 +81,8 @@ class Ladder:
         """Any mix of at most `num_tokens` tokens. At least two rows, of which one counts as a decode: so a request
         with one token is taken for a decode, wherever it stands, and any other for a chunk."""
         num_rows = max(min(num_tokens, self.num_rows), 2)
-        return StepShape(max(num_tokens, 2), num_rows, 1, num_tokens, min(num_rows, self.sample_sizes[-1]))
+        num_outputs = min(num_rows, self.sample_sizes[-1])
+        return StepShape(max(num_tokens, 2), num_rows, 1, num_tokens, num_outputs, any_mix=True)
 
     def shapes(self) -> list[StepShape]:
         """All of them; of the mixed ones and of the others those first that need the most memory."""

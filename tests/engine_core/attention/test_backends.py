@@ -1,6 +1,7 @@
 """Attention backends behind a model: planned once a step, and each of them with the same answers."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Recorder:
 
 def load(folder: Path, backend: Any) -> DenseDecoder:
     """The model in `folder`, float32 on the CPU, layer by layer over `backend`."""
-    config = model_config(folder, max_model_len=2048)
+    config = model_config(folder)
     model = DenseDecoder(config, CPU, backend)
     load_weights(model, config)
     model.finalize(allow_fused=False)
@@ -114,22 +115,27 @@ def test_a_missing_package_is_a_start_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_flash_attention_computes_large_chunks(flash_attention: list[list[int]], window: int | None) -> None:
-    """Chunks, decodes beside them, and continued prompts, against the built-in kernels."""
+def test_flash_attention_computes_chunks(flash_attention: list[list[int]], window: int | None) -> None:
+    """Prompts, decodes beside them, continued prompts, and decodes alone, against the built-in kernels."""
     folder = cached_tiny_model("mistral", sliding_window=window)
-    flash, plain = (
-        PagedForward(model, num_blocks=128)
-        for model in (load(folder, FlashAttention4()), load_op_by_op(folder, max_model_len=2048))
-    )
+    flash, plain = (PagedForward(model) for model in (load(folder, FlashAttention4()), load_op_by_op(folder)))
     steps = [
         [("a", tokens(20, seed=1)), ("b", tokens(5, seed=2))],
-        [("a", tokens(1, seed=3)), ("b", tokens(1, seed=4)), ("c", tokens(300, seed=5)), ("d", tokens(250, seed=6))],
-        [("c", tokens(600, seed=7))],
+        [("a", tokens(1, seed=3)), ("b", tokens(1, seed=4)), ("c", tokens(40, seed=5)), ("d", tokens(33, seed=6))],
+        [("c", tokens(60, seed=7))],
         [(name, tokens(1, seed=8)) for name in "abcd"],
     ]
     for work in steps:
         ours, expected = flash.step(work), plain.step(work)
         for name, logits in expected.items():
             torch.testing.assert_close(ours[name], logits, atol=1e-4, rtol=1e-4)
-    num_layers = len(flash.kv_caches)
-    assert flash_attention == [[2, 302, 552]] * num_layers + [[0, 600]] * num_layers
+    layers = range(len(flash.kv_caches))
+    assert flash_attention == [starts for starts in ([0, 20, 25], [2, 42, 75], [0, 60]) for _ in layers]
+
+
+def test_flash_attention_leaves_captured_steps_alone(flash_attention: list[list[int]]) -> None:
+    """Their launches must not depend on which requests are decodes."""
+    paged = PagedForward(load(cached_tiny_model("llama"), FlashAttention4()))
+    batch = paged.prepare([("a", tokens(20, seed=1)), ("b", tokens(5, seed=2))])
+    paged.model.forward(replace(batch, num_decodes=1, any_mix=True), paged.kv_caches)
+    assert flash_attention == []
