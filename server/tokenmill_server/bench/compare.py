@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -125,10 +126,12 @@ def run(compare: Compare) -> int:
         raise ConfigError(f"cannot write to --output {compare.output}: {error.strerror}") from None
     progress = _Progress(Deadline(compare.time_limit_s))
     sessions = sessions_of(compare.group, loads, compare.rounds, compare.peer is not None)
+    shutil.rmtree(_caches(compare), ignore_errors=True)  # what an earlier comparison in this folder left behind
     try:
         with _stoppable():
             _run_sessions(compare, sessions, models, progress)
     finally:
+        shutil.rmtree(_caches(compare), ignore_errors=True)
         _report(compare, loads, progress)
     return 1 if progress.failures else 0
 
@@ -252,9 +255,14 @@ def _environment(compare: Compare, session: Session) -> dict[str, str]:
     if session.side == "peer" and compare.peer is not None:
         return environment | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | compare.peer.environment
     if session.cache != "default":
-        folder = compare.output.resolve() / "caches"
+        folder = _caches(compare)
         environment |= {"TRITON_CACHE_DIR": str(folder / "triton"), "TOKENMILL_CACHE_DIR": str(folder / "tokenmill")}
     return environment
+
+
+def _caches(compare: Compare) -> Path:
+    """Kernel caches of the servers that are to start without."""
+    return compare.output.resolve() / "caches"
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ def figures(result: dict[str, Any], side: str, load: str, metric: str) -> list[f
 @pytest.mark.usefixtures("our_stub")
 def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
+    (output / "caches" / "triton").mkdir(parents=True)
     peer = ["--peer", "Stub", "--peer-command", f"{STUB} --token-ms 20"]
     result = run(output, "--group", "online8b", "--model-8b", shape, "--rounds", "2", *SIZES, *peer)
     load = "8b 256 clients 1024/128"
@@ -71,6 +72,7 @@ def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "\n".join(result["table"]) in printed
     assert "| | Tokenmill | Stub | ratio |" in printed
     assert "sizes divided by 64" in printed
+    assert sorted(path.name for path in output.iterdir()) == ["ours-8b.log", "peer-8b.log", "result.json"]
 
 
 @pytest.mark.usefixtures("our_stub")
