@@ -5,7 +5,7 @@
 Each figure is the median over replays of a CUDA graph that walks several sets of random inputs, larger together than
 the L2 cache unless they are tiny. The floor of an operation is the bytes it must move over the bandwidth of a device
 copy, measured first; prefill attention is bound by arithmetic, so its rate is shown. Attention is timed for all layers
-of a model, which share one plan. `--sweep` times attention with other tiles as well.
+of a model, which share one plan. `--sweep` times attention with other tiles as well, prefill by the portable kernel.
 """
 
 import argparse
@@ -236,8 +236,11 @@ def chain_row(num_tokens: int, *, dependent: bool) -> dict[str, object]:
 
 @contextmanager
 def tiles(function: str, config: TileConfig) -> Iterator[None]:
-    """Lets `function` of the attention module choose `config`."""
-    with mock.patch.object(attention, function, return_value=config):
+    """Lets `function` of the attention module choose `config`, and the portable kernels serve it."""
+    with (
+        mock.patch.object(attention, function, return_value=config),
+        mock.patch.object(attention, "_hopper", return_value=None),
+    ):
         yield
 
 
