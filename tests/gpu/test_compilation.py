@@ -11,7 +11,7 @@ from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 SIZE = 1024
 
 

@@ -17,7 +17,7 @@ from tokenmill_engine.models.loader import load_model
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 CASES: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
