@@ -85,7 +85,7 @@ def plan_attention(
         prefill = PrefillPlan(
             queries,
             torch.empty((most_tiles, 2), dtype=torch.int32, device=device),
-            torch.empty(1, dtype=torch.int32, device=device),
+            torch.empty(2, dtype=torch.int32, device=device),
         )
     if decode is not None or prefill is not None:
         attention_planner.launch(decode, prefill, query_start_loc, seq_lens, num_kv_heads, window or 0)
@@ -230,7 +230,7 @@ def _prefill_on_hopper(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: 
     if (
         module is None
         or not module.supports(head_dim, q.dtype, q.device)
-        or not all(module.reads(cache, q.dtype) for cache in caches)
+        or not all(module.reads(q, cache) for cache in caches)
         or plan.queries != module.ROWS // (num_heads // caches[0].shape[2])
         or any(scale is not None for scale in batch.scales[:2])
     ):

@@ -21,14 +21,14 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Query tiles for the prefill launch, those with the most keys first."""
+    """Query tiles for the prefill launch."""
 
     queries: int
     """Tokens of a tile."""
     tiles: torch.Tensor
     """int32 [max_tiles, 2], written on the device: request, tile within it."""
     num_tiles: torch.Tensor
-    """int32 [1], written on the device."""
+    """int32 [2], written on the device: number of tiles, and how many of them programs have drawn (see `draw`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ Program p of the decode launch attends to run p of that list, all runs being equ
 is balanced and nothing is launched in vain. Where it costs little balance, every head is padded to whole runs: then
 each program has one part of one head, and shorter heads are not merged at all.
 
-Prefills (all others). A tile is some consecutive tokens of one request; tiles are sorted by the keys they see, longest
-first.
+Prefills (all others). A tile is some consecutive tokens of one request. Tiles are listed request by request, so that
+those which read the same keys run together: the longest request first, and its last tokens, which see the most keys,
+first. Programs draw tiles from the list as they become free.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -132,13 +133,12 @@ def _plan_decodes(
 
 
 @triton.jit
-def _prefill_lengths(requests, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries: tl.constexpr):
-    """(new tokens, tokens before them, query tiles) of each of `requests`; 0 tiles for those that are not prefills."""
+def _prefill_tiles(requests, query_start_loc_ptr, num_requests, min_query_len, queries: tl.constexpr):
+    """Query tiles of each of `requests` [N]; 0 for those that are not prefills."""
     inside = requests < num_requests
     start = tl.load(query_start_loc_ptr + requests, mask=inside, other=0)
     query_len = tl.load(query_start_loc_ptr + requests + 1, mask=inside, other=0) - start
-    seq_len = tl.load(seq_lens_ptr + requests, mask=inside, other=0)
-    return query_len, seq_len - query_len, tl.where(query_len >= min_query_len, tl.cdiv(query_len, queries), 0)
+    return tl.where(query_len >= min_query_len, tl.cdiv(query_len, queries), 0)
 
 
 @triton.jit
@@ -146,16 +146,14 @@ def _plan_prefills(
     tiles_ptr, num_tiles_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, chunk,
     queries: tl.constexpr,
 ):  # fmt: skip
-    """Puts the tiles of one chunk, counted request by request, to their places in the sorted list."""
+    """Puts the tiles of one chunk, counted in the order of requests, to their places in the list."""
     index = chunk * _TILES_AT_ONCE + tl.arange(0, _TILES_AT_ONCE)
     request = tl.zeros((_TILES_AT_ONCE,), dtype=tl.int32)
     request_start = tl.zeros((_TILES_AT_ONCE,), dtype=tl.int32)
     seen = 0
     for base in range(0, num_requests, _REQUESTS_AT_ONCE):
         requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
-        _, _, tiles = _prefill_lengths(
-            requests, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries
-        )  # fmt: skip
+        tiles = _prefill_tiles(requests, query_start_loc_ptr, num_requests, min_query_len, queries)
         ends = (seen + tl.cumsum(tiles, axis=0))[None, :]
         before = ends <= index[:, None]
         request += tl.sum(before.to(tl.int32), axis=1)
@@ -163,26 +161,16 @@ def _plan_prefills(
         seen += tl.sum(tiles, axis=0)
     if chunk == 0:
         tl.store(num_tiles_ptr, seen)
+        tl.store(num_tiles_ptr + 1, 0)
     tile = index - request_start
-    query_len, context, _ = _prefill_lengths(
-        request, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries
-    )  # fmt: skip
-    keys = (context + tl.minimum((tile + 1) * queries, query_len))[:, None]
-    place = tl.zeros((_TILES_AT_ONCE,), dtype=tl.int32)
+    seq_len = tl.load(seq_lens_ptr + request, mask=request < num_requests, other=0)[:, None]
+    place = _prefill_tiles(request, query_start_loc_ptr, num_requests, min_query_len, queries) - 1 - tile
     for base in range(0, num_requests, _REQUESTS_AT_ONCE):
         requests = base + tl.arange(0, _REQUESTS_AT_ONCE)
-        query_lens, contexts, tiles = _prefill_lengths(
-            requests, query_start_loc_ptr, seq_lens_ptr, num_requests, min_query_len, queries
-        )  # fmt: skip
-        # All tiles but the last one of a request end at multiples of `queries` after its context.
-        contexts, full, last = contexts[None, :], tl.maximum(tiles - 1, 0)[None, :], (contexts + query_lens)[None, :]
-        some = (tiles > 0)[None, :]
-        offset = tl.maximum(keys - contexts, 0)
-        longer = full - tl.minimum(offset // queries, full) + (some & (last > keys)).to(tl.int32)
-        equal = (offset > 0) & (offset % queries == 0) & (offset // queries <= full)
-        equal = equal.to(tl.int32) + (some & (last == keys)).to(tl.int32)
-        earlier = requests[None, :] < request[:, None]
-        place += tl.sum(longer + tl.where(earlier, equal, 0), axis=1)
+        tiles = _prefill_tiles(requests, query_start_loc_ptr, num_requests, min_query_len, queries)
+        seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)[None, :]
+        earlier = (seq_lens > seq_len) | ((seq_lens == seq_len) & (requests[None, :] < request[:, None]))
+        place += tl.sum(tl.where(earlier, tiles[None, :], 0), axis=1)
     tl.store(tiles_ptr + place * 2, request, mask=index < seen)
     tl.store(tiles_ptr + place * 2 + 1, tile, mask=index < seen)
 

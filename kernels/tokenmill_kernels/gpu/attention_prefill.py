@@ -2,7 +2,7 @@
 
 A tile holds some consecutive tokens of one request with all query heads of one key/value head (row = token * group +
 head in group), so each key is read once for the whole group. The grid follows from the device alone: its programs
-share the list of tiles that `attention_planner` sorted by the keys they see.
+draw from the list of tiles that `attention_planner` built.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -48,11 +48,13 @@ def _attend_tiles(
 
 
 @triton.jit
-def item_of(turn):
-    """The item of round `turn` for this program. The items of a round get shorter: every other one runs backwards, so
-    that no program has the longest of each."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    return turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
+def draw(num_tiles_ptr, num_items):
+    """The next item for this program; none is left if it is not below `num_items`.
+
+    The first items are the numbers of the programs. Each program that had one draws until it gets none, so a launch
+    makes as many draws as there are items, and the next launch with the same plan finds a multiple of that.
+    """
+    return tl.num_programs(0) + tl.atomic_add(num_tiles_ptr + 1, 1, sem="relaxed") % num_items
 
 
 @triton.jit
@@ -119,24 +121,24 @@ def prefill_kernel(
     block_m: tl.constexpr, block_n: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr,
     precision: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes one (tile, key/value head) of each round over the sorted list."""
+    """An item is a (tile, key/value head); programs draw items until none is left."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     num_items = tl.load(num_tiles_ptr) * num_kv_heads
-    for turn in range(tl.cdiv(num_items, tl.num_programs(0))):
-        item = item_of(turn)
-        if item < num_items:
-            head = item % num_kv_heads
-            tile_ptr = tiles_ptr + item // num_kv_heads * 2
-            request = tl.load(tile_ptr)
-            query_start = tl.load(query_start_loc_ptr + request)
-            query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-            _attend(
-                out_ptr, q_ptr, k_ptr + head * cache_head_stride, v_ptr + head * cache_head_stride,
-                block_tables_ptr + request.to(tl.int64) * table_stride, query_start, query_len,
-                tl.load(seq_lens_ptr + request), tl.load(tile_ptr + 1), head,
-                cache_scale(scale, k_scale_ptr, head, scale_stride),
-                cache_scale(v_scale, v_scale_ptr, head, scale_stride), cap,
-                q_token_stride, q_head_stride, out_token_stride, out_head_stride, cache_block_stride,
-                cache_token_stride, group, head_dim, dim_block, block_m, block_n, block_size, window, precision,
-            )  # fmt: skip
+    item = tl.program_id(0)
+    while item < num_items:
+        head = item % num_kv_heads
+        tile_ptr = tiles_ptr + item // num_kv_heads * 2
+        request = tl.load(tile_ptr)
+        query_start = tl.load(query_start_loc_ptr + request)
+        query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+        _attend(
+            out_ptr, q_ptr, k_ptr + head * cache_head_stride, v_ptr + head * cache_head_stride,
+            block_tables_ptr + request.to(tl.int64) * table_stride, query_start, query_len,
+            tl.load(seq_lens_ptr + request), tl.load(tile_ptr + 1), head,
+            cache_scale(scale, k_scale_ptr, head, scale_stride),
+            cache_scale(v_scale, v_scale_ptr, head, scale_stride), cap,
+            q_token_stride, q_head_stride, out_token_stride, out_head_stride, cache_block_stride,
+            cache_token_stride, group, head_dim, dim_block, block_m, block_n, block_size, window, precision,
+        )  # fmt: skip
+        item = draw(num_tiles_ptr, num_items)

@@ -11,18 +11,36 @@ import torch
 
 from tests.support.kernel_inputs import PagedBatch, PagedShape, assert_near, paged_batch, poisoned
 from tokenmill_kernels import reference
-from tokenmill_kernels.gpu.attention import paged_attention
+from tokenmill_kernels.gpu.attention import paged_attention, plan_attention
+from tokenmill_kernels.gpu.attention_plan import AttentionPlan
 
 DECODES = [(1, 40), (1, 7), (1, 230), (1, 64), (1, 1)]
 CHUNKS = [(17, 17), (33, 130), (2, 65)]
 
 
-def check(batch: PagedBatch, **options: Any) -> None:
+def plan_of(batch: PagedBatch, window: int | None) -> AttentionPlan:
+    """The plan that all layers of a step read."""
+    lengths = {name: value for name, value in batch.lengths.items() if name not in ("block_tables", "max_seq_len")}
+    num_tokens, num_heads, head_dim = batch.q.shape
+    _, block_size, num_kv_heads, _ = batch.k_cache.shape
+    return plan_attention(
+        **lengths,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=batch.q.dtype,
+        window=window,
+    )
+
+
+def check(batch: PagedBatch, plan: AttentionPlan | None = None, **options: Any) -> None:
     """The rows of all requests, against the reference; q strided, output poisoned."""
     options.setdefault("scale", 0.11)
     num_tokens = int(batch.lengths["query_start_loc"][-1])
     out = poisoned(*batch.q.shape, like=batch.q)
-    returned = paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options, out=out)
+    returned = paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options, out=out, plan=plan)
     expected = reference.paged_attention(batch.q, batch.k_cache, batch.v_cache, **batch.lengths, **options)
     assert returned is out
     assert_near(out[:num_tokens], expected[:num_tokens])
@@ -88,6 +106,14 @@ def test_hints_bound_the_launch_and_nothing_else(num_decodes: int) -> None:
 
 def test_a_batch_of_chunks_under_the_hint_of_one_decode() -> None:
     check(paged_batch(PagedShape(4, 2, 64), CHUNKS, num_decodes=1))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_layers_share_a_plan(window: int | None) -> None:
+    requests = [*DECODES, *CHUNKS, (40, 300)]
+    plan = plan_of(paged_batch(PagedShape(4, 2, 64), requests), window)
+    for _ in range(3):
+        check(paged_batch(PagedShape(4, 2, 64), requests), plan, window=window)
 
 
 @pytest.mark.parametrize("scales", [(0.7, 2.5), (torch.tensor([0.7]), torch.tensor([2.5])), "per head"])

@@ -1,4 +1,4 @@
-"""The work list of attention, built in the interpreter: every tile once, evenly shared, longest first."""
+"""The work list of attention, built in the interpreter: every tile once, evenly shared, the longest requests first."""
 
 from collections.abc import Sequence
 
@@ -94,25 +94,19 @@ def test_heads_are_whole_where_that_is_even() -> None:
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 4])
-def test_tiles_of_prefills_are_sorted_by_the_keys_they_see(num_decodes: int) -> None:
+def test_tiles_of_prefills_are_listed_by_request_and_from_the_last(num_decodes: int) -> None:
     plan = prefill_part(planned(MIXED, num_decodes))
-    tiles = [tuple(tile) for tile in plan.tiles[: int(plan.num_tiles)].tolist()]
+    num_tiles, drawn = plan.num_tiles.tolist()
     shortest = 2 if num_decodes else 1
-    expected = {
-        (request, tile)
-        for request, (query_len, _) in enumerate(MIXED)
-        for tile in range(-(-query_len // plan.queries))
-        if query_len >= shortest
-    }
-    assert set(tiles) == expected
-    assert len(tiles) == len(expected)
-
-    def keys(request: int, tile: int) -> int:
-        query_len, total = MIXED[request]
-        return total - query_len + min((tile + 1) * plan.queries, query_len)
-
-    seen = [keys(*tile) for tile in tiles]
-    assert seen == sorted(seen, reverse=True)
+    longest_first = sorted(range(len(MIXED)), key=lambda request: -MIXED[request][1])
+    expected = [
+        [request, tile]
+        for request in longest_first
+        for tile in reversed(range(-(-MIXED[request][0] // plan.queries)))
+        if MIXED[request][0] >= shortest
+    ]
+    assert drawn == 0
+    assert plan.tiles[:num_tiles].tolist() == expected
 
 
 def test_a_batch_of_one_kind_plans_nothing_for_the_other() -> None:
@@ -123,4 +117,4 @@ def test_a_batch_of_one_kind_plans_nothing_for_the_other() -> None:
 def test_an_empty_batch_has_no_work() -> None:
     plan = planned([(0, 0), (0, 0)], 1)
     assert not decode_part(plan).runs[:, 0].any()
-    assert int(prefill_part(plan).num_tiles) == 0
+    assert int(prefill_part(plan).num_tiles[0]) == 0
