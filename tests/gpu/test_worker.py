@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -58,7 +59,10 @@ def generate(
     return generations
 
 
-CAPTURED = [replace(p, bad_words_token_ids=(), min_tokens=0, allowed_token_ids=None, logprobs=None) for p in SAMPLED]
+CAPTURED = [
+    msgspec.structs.replace(p, bad_words_token_ids=(), min_tokens=0, allowed_token_ids=None, logprobs=None)
+    for p in SAMPLED
+]
 """Random, filtered and penalized: what graphs can sample."""
 PARAMS = {"greedy": [GREEDY] * len(SAMPLED), "captured": CAPTURED, "any": SAMPLED}
 

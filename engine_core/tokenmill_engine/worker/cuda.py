@@ -97,8 +97,8 @@ class CudaBackend:
         allocated = torch.cuda.memory_allocated(self.device)
         self._runner.execute(self._largest_plan()).wait()
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
-        self._prefill_costs = self._time_prefills()
         graphs = self._graph_bytes()
+        self._prefill_costs = self._time_prefills()
         self._graphs.clear()
         self._steps.kv_caches = []
         torch.cuda.empty_cache()
@@ -134,8 +134,13 @@ class CudaBackend:
         logger.info("prepared %d kernels: %.2f s", num_kernels, time.monotonic() - started)
 
     def _time_prefills(self) -> tuple[tuple[int, float], ...]:
-        """As `KVCapacity.prefill_costs`. Largest first, so that the device never waits for the launches."""
+        """As `KVCapacity.prefill_costs`: with graphs where steps of that size have them. Largest first, so that the
+        device never waits for the launches of the others."""
         plans = self._prefill_plans()
+        calls = dict(self._steps.graph_calls())
+        for shape in filter(None, map(self._ladder.padded, plans)):
+            if shape in calls:
+                self._graphs.capture(shape, calls[shape])
         pending = [self._runner.execute(plan) for plan in plans]
         costs = [(plan.num_tokens, result.wait().elapsed_s) for plan, result in zip(plans, pending, strict=True)]
         return tuple(reversed(costs))
