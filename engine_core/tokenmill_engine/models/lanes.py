@@ -85,5 +85,7 @@ def _room(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    torch.cuda.set_device(device)  # of this thread
+    """For the calling thread, whose current device becomes `device`."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

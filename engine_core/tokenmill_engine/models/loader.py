@@ -5,6 +5,7 @@ Every checkpoint tensor goes straight to its final place on the device, in runs 
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +27,12 @@ from tokenmill_engine.progress import log_progress_bar
 
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = {"cpu": 8, "cuda": 16}
-_RUN_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
-"""Of a run of elements, in the wider of its two types. CPU: dequantization stays in the second-level cache. CUDA: large
-enough for disks and for the bus."""
+_MAX_THREADS = 8
+_RUN_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
+"""Of a run of elements, in the wider of its two types. CPU: dequantization stays in the second-level cache. CUDA: so
+large that threads seldom need Python's lock, which whoever prepares kernels meanwhile has most of the time."""
+_SWITCH_INTERVAL_S = 0.0005
+"""How long they wait for the lock at most."""
 
 
 def build_model(config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None) -> DenseDecoder:
@@ -97,19 +100,23 @@ class WeightLoading:
         )
 
     def _run(self) -> None:
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         try:
             load_weights(self._model, self._config, self._cancelled)
         except BaseException as error:
             self._done.set_exception(error)
         else:
             self._done.set_result(time.monotonic() - self._started)
+        finally:
+            sys.setswitchinterval(interval_s)
 
 
 def load_weights(model: DenseDecoder, config: ModelConfig, cancelled: threading.Event | None = None) -> None:
     """Fills every parameter of a new model; gives up with CancelledError once `cancelled` is set. Raises ConfigError
     as `load_model`."""
     if config.load_format == "dummy":
-        with _pool(model.device) as pool:
+        with _pool() as pool:
             _fill_randomly(pool, model.targets(), config.seed)
         return
     with closing(_open_source(config)) as source:
@@ -124,10 +131,10 @@ def _open_source(config: ModelConfig) -> WeightSource:
 
 
 @contextmanager
-def _pool(device: torch.device) -> Iterator[ThreadPoolExecutor]:
+def _pool() -> Iterator[ThreadPoolExecutor]:
     """Threads that each run torch operators alone: parallel work is divided among them already."""
     num_threads = torch.get_num_threads()
-    workers = min(_MAX_THREADS[device.type], len(os.sched_getaffinity(0)))
+    workers = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
         with ThreadPoolExecutor(workers, "load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool
@@ -152,7 +159,7 @@ def _run_copies(
             lanes.append(lane)
         copy(lane)
 
-    with _pool(device) as pool:
+    with _pool() as pool:
         futures = {pool.submit(run_in_lane, copy): num_bytes for copy, num_bytes in runs}
         try:
             with log_progress_bar(logger, total=total, desc="loading weights", unit="B", unit_scale=True) as bar:

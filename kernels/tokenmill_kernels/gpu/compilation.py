@@ -85,7 +85,7 @@ class _Loader:
 
 def _pool(device: torch.device) -> ThreadPoolExecutor:
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    if device.type != "cuda":
+    if device.index is None:
         return ThreadPoolExecutor(threads, "compile")
     return ThreadPoolExecutor(threads, "compile", initializer=torch.cuda.set_device, initargs=(device,))
 
