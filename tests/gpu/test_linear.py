@@ -45,32 +45,36 @@ def chosen(kind: Kind, num_tokens: int, weight: torch.Tensor) -> StreamConfig:
     return choice_table(weight.device).choose(problem, token_block(num_tokens)) or SMALL
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 17, 33, 64])
-@pytest.mark.parametrize(("num_rows", "k_size"), [(6144, 4096), (2048, 2048), (1001, 584), (48, 8), (4096, 14336)])
-def test_stream_linear(num_rows: int, k_size: int, num_tokens: int, dtype: torch.dtype) -> None:
-    x, weight, bias = (random(*shape, dtype=dtype) for shape in ((num_tokens, k_size), (num_rows, k_size), (num_rows,)))
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 31, 64])
+@pytest.mark.parametrize(("num_rows", "k_size"), [(6144, 4096), (2048, 2048), (4096, 14336)])
+def test_stream_linear(num_rows: int, k_size: int, num_tokens: int) -> None:
+    x, weight = random(num_tokens, k_size), random(num_rows, k_size)
     config = chosen("linear", num_tokens, weight)
     with refuse_synchronization():
-        results = stream_linear(x, weight, bias, config), stream_linear(x, weight, None, config)
-        wide = stream_linear(x, weight, None, config, out_dtype=torch.float32)
+        result = stream_linear(x, weight, None, config)
+    assert_near(result, reference.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("num_tokens", [1, 7, 9, 33])
+@pytest.mark.parametrize(("num_rows", "k_size"), [(1001, 584), (48, 8), (2048, 768)])
+def test_stream_linear_of_odd_shapes(num_rows: int, k_size: int, num_tokens: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (random(*shape, dtype=dtype) for shape in ((num_tokens, k_size), (num_rows, k_size), (num_rows,)))
     expected = reference.linear(x, weight, out_dtype=torch.float32)
-    assert_near(results[0], (expected + bias.float()).to(dtype))
-    assert_near(results[1], expected.to(dtype))
-    assert_near(wide, expected)
+    assert_near(stream_linear(x, weight, bias, SMALL), (expected + bias.float()).to(dtype))
+    assert_near(stream_linear(x, weight, None, SMALL, out_dtype=torch.float32), expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 16, 40, 64])
-@pytest.mark.parametrize(("num_outputs", "k_size"), [(14336, 4096), (8192, 2048), (501, 584)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 64])
+@pytest.mark.parametrize(("num_outputs", "k_size"), [(14336, 4096), (501, 584)])
 def test_stream_gated_linear(num_outputs: int, k_size: int, num_tokens: int) -> None:
     x, weight, bias = random(num_tokens, k_size), random(2 * num_outputs, k_size) * 0.05, random(2 * num_outputs)
     config = chosen("gated", num_tokens, weight)
     assert_near(stream_linear(x, weight, bias, config, gated=True), reference.gated_linear(x, weight, bias))
-    assert_near(stream_linear(x, weight, None, config, gated=True), reference.gated_linear(x, weight))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 16, 31, 64])
-@pytest.mark.parametrize(("num_rows", "k_size"), [(128256, 2048), (50257, 768), (33, 64)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 64])
+@pytest.mark.parametrize(("num_rows", "k_size"), [(128256, 2048), (33, 64)])
 def test_stream_argmax(num_rows: int, k_size: int, num_tokens: int) -> None:
     x, weight = random(num_tokens, k_size), random(num_rows, k_size)
     weight[num_rows // 2 :: 3] = weight[: len(weight[num_rows // 2 :: 3])].clone()
