@@ -25,6 +25,7 @@ class CudaInputs:
         self._requests = state.RequestTables(tables.tokens.token_ids, tables.tokens.num_tokens, tables.num_computed)
         self.num_rows, self.max_tokens = num_rows, max(max_tokens, num_rows)
         self.ring = StepRing(num_rows, tables.device)
+        self._report = exchange.Report(self.ring.received, self.ring.turn)
         self._writer = ScatterWriter(tables.buffer)
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -86,5 +87,4 @@ class CudaInputs:
         """Enqueue: count the step's tokens as computed, append `token_ids` int32 [n] to the first `n` requests that
         sample, and report them."""
         rows = state.StepRows(self._slots, self._query_start, max_query_len=1)
-        state.advance(self._requests, rows, self.sample_slots[: len(token_ids)], token_ids)
-        exchange.report(self.ring.received, token_ids, self.ring.turn)
+        state.advance(self._requests, rows, self.sample_slots[: len(token_ids)], token_ids, self._report)

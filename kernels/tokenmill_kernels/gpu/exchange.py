@@ -143,26 +143,23 @@ def receive(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_samples"])
-def _report_kernel(
-    ring_ptr, sampled_ptr, turn_ptr, entry_size, num_samples, num_entries: tl.constexpr, block: tl.constexpr,
-    pdl: tl.constexpr,
-):  # fmt: skip
-    wait_for_inputs(pdl)
-    let_dependents_start(pdl)
-    lanes = tl.program_id(0) * block + tl.arange(0, block)
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a step tells the host what came of it."""
+
+    ring: torch.Tensor
+    """int32 [num_entries, 1 + S or more]: number of the step, modulo 2^31, and its tokens; pinned memory if the step is
+    on a GPU."""
+    turn: torch.Tensor
+    """As in `receive`."""
+
+
+@triton.jit
+def write_report(ring_ptr, turn_ptr, entry_size, sampled, lanes, num_samples, num_entries: tl.constexpr):
+    """Puts tokens `sampled` [block], of which `num_samples` count, at places `lanes` of the entry of the step that was
+    received last."""
     turn = tl.load(turn_ptr)
     entry_ptr = ring_ptr + ((turn + num_entries - 1) % num_entries) * entry_size
-    if tl.program_id(0) == 0:
-        tl.store(entry_ptr, (turn & _TURN_MASK).to(tl.int32))
-    sampled = tl.load(sampled_ptr + lanes, mask=lanes < num_samples, other=0)
+    number = tl.zeros_like(lanes) + (turn & _TURN_MASK).to(tl.int32)
+    tl.store(entry_ptr + lanes, number, mask=lanes == 0)
     tl.store(entry_ptr + 1 + lanes, sampled, mask=lanes < num_samples)
-
-
-def report(ring: torch.Tensor, sampled: torch.Tensor, turn: torch.Tensor) -> None:
-    """Writes the number of the step, modulo 2^31, and the tokens `sampled` int32 [S] in it to its entry of `ring`,
-    int32 [num_entries, 1 + S or more], pinned memory if `sampled` is on a GPU."""
-    _report_kernel[(max(triton.cdiv(len(sampled), _BLOCK), 1),)](
-        ring, sampled, turn, ring.shape[1], len(sampled), num_entries=ring.shape[0], block=_BLOCK, num_warps=4,
-        **launch_options(turn.device),
-    )  # fmt: skip

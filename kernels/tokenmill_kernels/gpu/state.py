@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenmill_kernels.gpu.exchange import Report, write_report
 from tokenmill_kernels.gpu.launch import launch_options, let_dependents_start, wait_for_inputs
 
 _BLOCK = 512
@@ -152,9 +153,10 @@ def expand(
 @triton.jit(do_not_specialize=["num_requests", "num_samples", "max_len"])
 def _advance_kernel(
     token_ids_ptr, num_tokens_ptr, num_computed_ptr, slots_ptr, query_start_loc_ptr, sample_slots_ptr, sampled_ptr,
-    num_requests, num_samples, token_stride, max_len, block: tl.constexpr, pdl: tl.constexpr,
+    num_requests, num_samples, token_stride, max_len, report_ptr, turn_ptr, report_stride, num_entries: tl.constexpr,
+    block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Each lane advances one request and appends one sampled token."""
+    """Each lane advances one request, appends one sampled token and reports it, unless `report_ptr` is None."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     lanes = tl.program_id(0) * block + tl.arange(0, block)
@@ -168,19 +170,30 @@ def _advance_kernel(
 
     sample_slots = tl.load(sample_slots_ptr + lanes, mask=lanes < num_samples, other=-1).to(tl.int64)
     kept = sample_slots >= 0
-    token_ids = tl.load(sampled_ptr + lanes, mask=kept, other=0).to(tl.int32)
+    token_ids = tl.load(sampled_ptr + lanes, mask=lanes < num_samples, other=0).to(tl.int32)
+    if report_ptr is not None:
+        write_report(report_ptr, turn_ptr, report_stride, token_ids, lanes, num_samples, num_entries)
     ends = tl.minimum(tl.load(num_tokens_ptr + sample_slots, mask=kept, other=0), max_len - 1)
     tl.store(token_ids_ptr + sample_slots * token_stride + ends, tl.maximum(token_ids, 0), mask=kept)
     tl.store(num_tokens_ptr + sample_slots, ends + 1, mask=kept)
 
 
-def advance(tables: RequestTables, rows: StepRows, sample_slots: torch.Tensor, sampled: torch.Tensor) -> None:
+def advance(
+    tables: RequestTables,
+    rows: StepRows,
+    sample_slots: torch.Tensor,
+    sampled: torch.Tensor,
+    report: Report | None = None,
+) -> None:
     """After a step: counts its tokens as computed and appends `sampled` [S] (int32 or int64; negative counts as 0)
-    to the tokens of `sample_slots` int32 [S], -1 for none. The last column takes what goes past a full row."""
+    to the tokens of `sample_slots` int32 [S], -1 for none. The last column takes what goes past a full row. `report`
+    gets the tokens as they are."""
     block = 256
     num_requests, num_samples = rows.slots.shape[0], sample_slots.shape[0]
+    ring, turn = (None, None) if report is None else (report.ring, report.turn)
     _advance_kernel[(triton.cdiv(max(num_requests, num_samples), block),)](
         tables.token_ids, tables.num_tokens, tables.num_computed, rows.slots, rows.query_start_loc, sample_slots,
         sampled, num_requests, num_samples, tables.token_ids.stride(0), tables.token_ids.shape[1],
+        ring, turn, 0 if ring is None else ring.stride(0), num_entries=1 if ring is None else ring.shape[0],
         block=block, num_warps=4, **launch_options(sampled.device),
     )  # fmt: skip

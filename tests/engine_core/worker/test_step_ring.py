@@ -8,7 +8,7 @@ from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.worker.slots import Write
 from tokenmill_engine.worker.step_ring import NUM_ENTRIES, StepRing, StepTokens
-from tokenmill_kernels.gpu import exchange
+from tokenmill_kernels.gpu import exchange, state
 
 NUM_ROWS = 6
 CPU = torch.device("cpu")
@@ -26,7 +26,11 @@ def step(ring: StepRing, tokens: list[int]) -> StepTokens:
     received, tables = torch.zeros(4 * NUM_ROWS + 1, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     exchange.receive(received, tables, ring.turn, ring.sent, ring.shape)
     turn = ring.count()
-    exchange.report(ring.received, torch.tensor(tokens, dtype=torch.int32), ring.turn)
+    no_row = state.StepRows(received[:0], received[:1], 1)
+    requests = state.RequestTables(tables.view(3, 3), tables[:3], tables[:3])
+    sampled = torch.tensor(tokens, dtype=torch.int32)
+    report = exchange.Report(ring.received, ring.turn)
+    state.advance(requests, no_row, torch.full_like(sampled, -1), sampled, report)
     return entry.finish(turn, len(tokens))
 
 

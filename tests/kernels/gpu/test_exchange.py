@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tokenmill_kernels.gpu import exchange
-from tokenmill_kernels.gpu.exchange import EntryShape, receive, report
+from tokenmill_kernels.gpu.exchange import EntryShape, receive
 
 SHAPE = EntryShape(num_rows=300, max_words=270, max_runs=20, max_values=3000)
 NUM_ENTRIES = 3
@@ -75,14 +75,3 @@ def test_changes_reach_the_tables(num_words: int, lengths: list[int]) -> None:
         expected[10_000 + 2000 * run : 10_000 + 2000 * run + length] = values[first : first + length]
     receive(sent(), tables, turn, entries, SHAPE)
     assert torch.equal(tables, expected)
-
-
-@pytest.mark.parametrize("num_samples", [0, 1, 256, 299])
-def test_tokens_are_reported_in_turn(num_samples: int) -> None:
-    reports = torch.full((NUM_ENTRIES, 300), -5, dtype=torch.int32)
-    sampled = torch.randint(-1, 1000, (num_samples,), dtype=torch.int32)
-    report(reports, sampled, torch.tensor([(1 << 31) + 3, 0]))
-    index = ((1 << 31) + 2) % NUM_ENTRIES
-    assert reports[index].tolist() == [3, *sampled.tolist(), *[-5] * (299 - num_samples)]
-    others = [entry for entry in range(NUM_ENTRIES) if entry != index]
-    assert (reports[others] == -5).all()

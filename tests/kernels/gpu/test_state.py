@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tokenmill_kernels.gpu.exchange import Report
 from tokenmill_kernels.gpu.state import (
     GroupBlocks,
     RequestTables,
@@ -131,3 +132,19 @@ def test_more_requests_than_one_program_takes() -> None:
     assert (tables.num_computed == 1).all()
     assert (tables.num_tokens == 2).all()
     assert torch.equal(tables.token_ids[slots.long(), 1], sampled)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 256, 299])
+def test_tokens_are_reported_in_turn(num_samples: int) -> None:
+    """To the entry of the step that was received last, as they were sampled, those of padding too."""
+    tables, num_entries = make_tables({0: 5}), 3
+    reports = torch.full((num_entries, 300), -5, dtype=torch.int32)
+    sampled = torch.randint(-1, 1000, (num_samples,), dtype=torch.int32)
+    slots = torch.full((num_samples,), -1, dtype=torch.int32)
+    turn = torch.tensor([(1 << 31) + 3, 0])
+    advance(tables, make_rows([0], [1]), slots, sampled, Report(reports, turn))
+    index = ((1 << 31) + 2) % num_entries
+    assert reports[index].tolist() == [3, *sampled.tolist(), *[-5] * (299 - num_samples)]
+    others = [entry for entry in range(num_entries) if entry != index]
+    assert (reports[others] == -5).all()
+    assert tables.num_computed[0] == 6
