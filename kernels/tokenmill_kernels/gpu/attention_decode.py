@@ -59,6 +59,42 @@ def _attend_tiles(
 
 
 @triton.jit
+def _store_part(
+    out_ptrs, partials_ptr, stats_ptr, values, peak, weight, whole, partial_row,
+    group: tl.constexpr, group_block: tl.constexpr, head_dim: tl.constexpr, dim_block: tl.constexpr,
+):  # fmt: skip
+    """Stores attention of all keys of a head to `out_ptrs`, that of some of them to the partial at `partial_row`."""
+    rows = tl.arange(0, group_block)
+    dims = tl.arange(0, dim_block)[None, :]
+    keep = (rows < group)[:, None] & (dims < head_dim)
+    if whole:
+        tl.store(out_ptrs, (values / weight[:, None]).to(out_ptrs.dtype.element_ty), mask=keep)
+    else:
+        partial_rows = partial_row + rows
+        tl.store(partials_ptr + partial_rows[:, None] * head_dim + dims, values, mask=keep)
+        tl.store(stats_ptr + partial_rows * 2, peak, mask=rows < group)
+        tl.store(stats_ptr + partial_rows * 2 + 1, weight, mask=rows < group)
+
+
+@triton.jit
+def _next_decode(
+    request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n: tl.constexpr, window: tl.constexpr
+):  # fmt: skip
+    """The first decode after `request`; there must be one."""
+    request += 1
+    while decode_tiles(request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window) == 0:
+        request += 1
+    return request
+
+
+@triton.jit
+def _load_run(fields):
+    """Where a run begins, as the planner wrote it."""
+    place, token, seq_len = tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5)
+    return tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), place, token, seq_len
+
+
+@triton.jit
 def _prefetch_first_tile(
     k_ptr, v_ptr, table_ptr, count, multiple, place, seq_len, block_stride, token_stride, head_stride,
     dim_block: tl.constexpr, block_n: tl.constexpr, block_size: tl.constexpr, window: tl.constexpr,
@@ -86,20 +122,13 @@ def decode_kernel(
     """Program p attends to run p. Its first part goes to partial 2 p if the head began in an earlier run, its last
     part to partial 2 p + 1 if the head goes on in a later one; whole heads go to `out`.
 
-    `early`: the plan and the block tables were made at least two launches ago. Then they are complete before the wait
-    (see `dependent_launch`), which is the time to ask for the first keys and values; the one written by the launch
-    before this one is read after the wait like all others.
+    `early`: plan and block tables were made at least two launches ago. Then they are complete before the wait (see
+    `dependent_launch`), which is the time to ask for the first keys and values; they are read after it.
     """
     if not early:
         wait_for_inputs(pdl)
     run = tl.program_id(0)
-    fields = runs_ptr + run * RUN_FIELDS
-    count = tl.load(fields)
-    multiple = tl.load(fields + 1)
-    request = tl.load(fields + 2)
-    place = tl.load(fields + 3)
-    token = tl.load(fields + 4)
-    seq_len = tl.load(fields + 5)
+    count, multiple, request, place, token, seq_len = _load_run(runs_ptr + run * RUN_FIELDS)
     if early and pdl:
         _prefetch_first_tile(
             k_ptr, v_ptr, block_tables_ptr + request.to(tl.int64) * table_stride, count, multiple, place, seq_len,
@@ -128,22 +157,17 @@ def decode_kernel(
             group_block, head_dim, dim_block, block_n, block_size, window, precision,
         )  # fmt: skip
         values *= cache_scale(v_scale, v_scale_ptr, head, scale_stride)
-        if last - first == tiles:
-            out_ptrs = out_ptr + row * out_token_stride + heads * out_head_stride + dims
-            tl.store(out_ptrs, (values / weight[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
-        else:
-            partial_rows = (run * 2 + (first == 0).to(tl.int32)) * group + rows
-            tl.store(partials_ptr + partial_rows[:, None] * head_dim + dims, values, mask=keep)
-            tl.store(stats_ptr + partial_rows * 2, peak, mask=rows < group)
-            tl.store(stats_ptr + partial_rows * 2 + 1, weight, mask=rows < group)
+        _store_part(
+            out_ptr + row * out_token_stride + heads * out_head_stride + dims, partials_ptr, stats_ptr, values,
+            peak, weight, last - first == tiles, (run * 2 + (first == 0).to(tl.int32)) * group,
+            group, group_block, head_dim, dim_block,
+        )  # fmt: skip
         taken = tl.minimum(padded - first, count)
         count -= taken
         place += taken
         if (count > 0) & (place == padded * num_kv_heads):
             place = 0
-            request += 1
-            while decode_tiles(request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window) == 0:
-                request += 1
+            request = _next_decode(request, query_start_loc_ptr, seq_lens_ptr, num_requests, block_n, window)
             token = tl.load(query_start_loc_ptr + request)
             seq_len = tl.load(seq_lens_ptr + request)
 
