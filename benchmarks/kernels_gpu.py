@@ -124,7 +124,7 @@ class AttentionLoad:
             self._caches.append(caches)
 
     def plan(self) -> None:
-        """Makes the plan that the layers read."""
+        """Makes the plan that the layers read, and launches something before they do, as a model would."""
         self._plan = ops.plan_attention(
             **self._lengths,
             **self._hints,
@@ -136,6 +136,7 @@ class AttentionLoad:
             dtype=DTYPE,
             window=None,
         )
+        self._out.zero_()
 
     def attend(self, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """One layer."""

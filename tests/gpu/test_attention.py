@@ -225,8 +225,8 @@ def test_one_graph_serves_any_mix_of_512_tokens(window: int | None) -> None:
     outs = torch.empty(2, *buffers.q.shape, dtype=BFLOAT16, device=CUDA)
 
     def step() -> None:
-        plan = plan_of(buffers, window)
-        for out in outs:
+        shared = plan_of(buffers, window)
+        for out, plan in zip(outs, (None, shared), strict=True):
             ops.paged_attention(
                 buffers.q, *caches, **lengths, **hints, scale=0.09, window=window, out=out, plan=plan
             )  # fmt: skip

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tokenmill_kernels.gpu.attention_math import decode_tiles
 from tokenmill_kernels.gpu.attention_plan import DecodePlan, PrefillPlan
-from tokenmill_kernels.gpu.launch import device_limits, launch_options, let_dependents_start, wait_for_inputs
+from tokenmill_kernels.gpu.launch import device_limits, launch_options, wait_for_inputs
 
 _REQUESTS_AT_ONCE = tl.constexpr(256)
 _RUNS_AT_ONCE = tl.constexpr(64)
@@ -182,9 +182,11 @@ def plan_kernel(
     num_kv_heads: tl.constexpr, num_sms: tl.constexpr, programs_per_sm: tl.constexpr, block_n: tl.constexpr,
     queries: tl.constexpr, window: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """The first `decode_programs` programs write the runs of the decodes, the others the tiles of the prefills."""
+    """The first `decode_programs` programs write the runs of the decodes, the others the tiles of the prefills.
+
+    The next launch starts when this one is done, since attention reads plans before it waits (see `decode_kernel`).
+    """
     wait_for_inputs(pdl)
-    let_dependents_start(pdl)
     program = tl.program_id(0)
     if program < decode_programs:
         if runs_ptr is not None:
