@@ -129,6 +129,7 @@ def test_a_graph_follows_parameters_tokens_and_padding() -> None:
     assert different <= 1
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device() -> None:
     num_slots = len(REQUESTS)
     harness = SamplerHarness(LARGE_VOCAB, num_slots, CUDA)

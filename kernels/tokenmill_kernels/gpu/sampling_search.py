@@ -21,6 +21,8 @@ CHUNK = tl.constexpr(128)
 SPAN_CHUNKS = tl.constexpr(32)
 SPAN = tl.constexpr(32 * 128)
 """Tokens with one measure."""
+_TILE_CHUNKS = tl.constexpr(16)
+"""Chunks that `collect` looks at together."""
 NUM_PIVOTS = tl.constexpr(8)
 LIST_SIZE = tl.constexpr(4096)
 COUNTER_STRIDE = tl.constexpr(32)
@@ -330,7 +332,7 @@ def collect_kernel(
     measures_ptr, chunk_max_ptr, logits_ptr, slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans,
     num_rounds, pdl: tl.constexpr, spans_block: tl.constexpr,
 ):  # fmt: skip
-    """Of spans program_id(0), program_id(0) + programs, ... of row program_id(1), if it has filters: the sum of the
+    """Of tiles program_id(0), program_id(0) + programs, ... of row program_id(1), if it has filters: the sum of the
     weights of each chunk that are kept for certain, and to the list those between the bounds. A list that does not hold
     them all has a larger count."""
     wait_for_inputs(pdl)
@@ -353,33 +355,38 @@ def collect_kernel(
             if program == 0:
                 tl.store(num_listed_ptr, LIST_SIZE + 1)
         elif kind != UNFILTERED:
-            for span in range(program, num_spans, tl.num_programs(0)):
-                _collect_span(
+            for tile in range(program, tl.cdiv(num_chunks, _TILE_CHUNKS), tl.num_programs(0)):
+                _collect_tile(
                     chunk_kept_ptr + row * num_chunks, num_listed_ptr, listed_logits_ptr + row * LIST_SIZE,
                     listed_tokens_ptr + row * LIST_SIZE, chunk_max_ptr + row * num_chunks,
                     logits_ptr + row.to(tl.int64) * row_stride, row_max, scale, low,
-                    tl.where(kind == BY_BOTH, AFTER_ONE, high), span, vocab_size, num_chunks,
+                    tl.where(kind == BY_BOTH, AFTER_ONE, high), tile, vocab_size, num_chunks,
                 )  # fmt: skip
 
 
 @triton.jit
-def _collect_span(
+def _collect_tile(
     chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr, chunk_max_ptr, row_ptr, row_max, scale, low,
-    high, span, vocab_size, num_chunks,
+    high, tile, vocab_size, num_chunks,
 ):  # fmt: skip
-    """The work of `collect_kernel` on one span; pointers are those of the row."""
-    chunks = span * SPAN_CHUNKS + tl.arange(0, SPAN_CHUNKS)
+    """The work of `collect_kernel` on a few chunks; pointers are those of the row."""
+    chunks = tile * _TILE_CHUNKS + tl.arange(0, _TILE_CHUNKS)
     chunk_max = tl.load(chunk_max_ptr + chunks, mask=chunks < num_chunks, other=float("-inf"))
     in_question = weights_of(chunk_max, row_max, scale) >= low
     # Neighbours change places, so that the compiler sees no run of tokens and lets each thread load single ones, as the
-    # scattered stores below need them: to bring wide loads into that layout would cost more than they gain.
-    tokens = span_tokens(span) ^ 1
-    logits = tl.load(row_ptr + tokens, mask=in_question[:, None] & (tokens < vocab_size), other=float("-inf"))
+    # scattered stores below need them: to bring wide loads into that layout would cost more than they gain. Of two
+    # dimensions without runs it gives the lanes of a warp the first.
+    tokens = (tl.arange(0, CHUNK) ^ 1)[:, None] + chunks[None, :] * CHUNK
+    logits = tl.load(row_ptr + tokens, mask=in_question[None, :] & (tokens < vocab_size), other=float("-inf"))
     weights = weights_of(logits, row_max, scale)
-    kept = tl.sum(tl.where(weights >= high, weights, 0.0), axis=1)
+    kept = tl.sum(tl.where(weights >= high, weights, 0.0), axis=0)
     tl.store(chunk_kept_ptr + chunks, kept.to(tl.float64), mask=chunks < num_chunks)
-    listed = (weights >= low) & (weights < high) & (tokens < vocab_size)
-    places = tl.atomic_add(num_listed_ptr + tl.zeros_like(tokens), 1, mask=listed, sem="relaxed")
-    listed &= places < LIST_SIZE
-    tl.store(listed_logits_ptr + places, logits, mask=listed)
-    tl.store(listed_tokens_ptr + places, tokens, mask=listed)
+    listed = ((weights >= low) & (weights < high) & (tokens < vocab_size)).to(tl.int32)
+    in_lanes = tl.sum(listed, axis=1)
+    count = tl.sum(in_lanes, axis=0)
+    if count > 0:
+        start = tl.atomic_add(num_listed_ptr, count, sem="relaxed")
+        if start + count <= LIST_SIZE:
+            ends = (tl.cumsum(in_lanes, axis=0) - in_lanes)[:, None] + tl.cumsum(listed, axis=1)
+            tl.store(listed_logits_ptr + start + ends - 1, logits, mask=listed != 0)
+            tl.store(listed_tokens_ptr + start + ends - 1, tokens, mask=listed != 0)
