@@ -1,0 +1,46 @@
+"""The prefill kernel for Hopper, which the interpreter cannot run: it compiles for the device without one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from tokenmill_kernels.gpu.attention_prefill_hopper import hopper_prefill_kernel as kernel
+
+descriptor = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout(128, 16)}>"
+constants = {
+    "cap": None, "num_kv_heads": 8, "group": 4, "head_dim": 128, "rows": 128, "block_n": 128, "block_size": 16,
+    "window": 0, "stages": 2, "slots": 2, "pdl": True,
+}
+types = {
+    "out_ptr": "*bf16", "q_ptr": "*bf16", "k_desc": descriptor, "v_desc": descriptor, "scale": "fp32",
+    "v_scale": "fp32",
+}
+signature, aligned = {}, {}
+for index, parameter in enumerate(kernel.params):
+    name = parameter.name
+    kind = "*i32" if name.endswith("_ptr") else "i32"
+    signature[name] = "constexpr" if name in constants else types.get(name, kind)
+    if name.endswith(("_ptr", "token_stride", "head_stride")):
+        aligned[(index,)] = [["tt.divisibility", 16]]
+source = GluonASTSource(kernel, signature, constants, aligned)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+print(compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.slow
+def test_it_multiplies_with_warp_groups_and_copies_with_the_accelerator() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "griddepcontrol.wait", "setmaxnreg"):
+        assert instruction in result.stdout
