@@ -156,6 +156,7 @@ def test_steps_know_how_long_they_took(enforce_eager: bool) -> None:
 
 def test_prompts_are_timed_at_the_start() -> None:
     capacity = Worker(engine_config("cuda")).initialize()
+    # Prompts of 512 tokens, the longest that the model takes, do not fill the budget.
     assert [tokens for tokens, _ in capacity.prefill_costs] == [256, 512, 1024, 2048]
     assert all(0 < seconds < 1 for _, seconds in capacity.prefill_costs)
 
