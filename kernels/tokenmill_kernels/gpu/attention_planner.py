@@ -24,7 +24,7 @@ from tokenmill_kernels.gpu.attention_plan import DecodePlan, PrefillPlan
 from tokenmill_kernels.gpu.launch import device_limits, launch_options, wait_for_inputs
 
 _REQUESTS_AT_ONCE = tl.constexpr(256)
-_RUNS_AT_ONCE = tl.constexpr(64)
+_RUNS_AT_ONCE = tl.constexpr(16)
 _TILES_AT_ONCE = tl.constexpr(16)
 
 RUN_FIELDS = tl.constexpr(16)
