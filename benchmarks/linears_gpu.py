@@ -3,8 +3,9 @@
     python benchmarks/linears_gpu.py [--json FILE]
 
 Each figure is the median over replays of one CUDA graph with the products of all layers and of the LM head in order,
-every one with a weight of its own. Ours includes the activation of gate and up and the argmax of the logits; the
-library's (cuBLAS) does not. The floor is the bytes of the weights over the bandwidth of a device copy.
+every one with a weight of its own, and with what a step has between them: both norms, the activation, the argmax of the
+logits. Attention is left out. The library's figure has the same small kernels around its products. The floor is the
+bytes of the weights over the bandwidth of a device copy.
 """
 
 import argparse
@@ -16,41 +17,48 @@ from pathlib import Path
 
 import torch
 from kernels_gpu import DTYPE, ITEM_BYTES, copy_bandwidth, median_ms
-from torch.nn import functional as F
 
 from tokenmill_kernels import ops
+from tokenmill_kernels.gpu.linear_library import library_argmax, library_gated_linear, library_linear
 
 VOCAB_SIZE = 128256
 NUM_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 
 
+Multiply = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of use, tokens and weight; the uses are those of `ops.prepare_linears`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Matrices of a model: use, rows and columns of those of one layer, and of the head."""
+    """Sizes of a model."""
 
     name: str
     num_layers: int
-    layer: tuple[tuple[str, int, int], ...]
-    head: tuple[str, int, int]
+    hidden: int
+    qkv: int
+    intermediate: int
 
-    @property
-    def matrices(self) -> list[tuple[str, int, int]]:
-        """In the order of a step."""
-        return [*self.layer * self.num_layers, self.head]
+    def weights(self) -> tuple[list[tuple[torch.Tensor, ...]], torch.Tensor]:
+        """Random matrices: qkv, attention output, gate and up, and down of each layer; and the head."""
+        layers = [
+            (
+                random_matrix(self.qkv, self.hidden),
+                random_matrix(self.hidden, self.hidden),
+                random_matrix(2 * self.intermediate, self.hidden),
+                random_matrix(self.hidden, self.intermediate),
+            )
+            for _ in range(self.num_layers)
+        ]
+        return layers, random_matrix(VOCAB_SIZE, self.hidden)
 
 
-SHAPES = (
-    Shape(
-        "8B", 32,
-        (("linear", 6144, 4096), ("linear", 4096, 4096), ("gated", 28672, 4096), ("linear", 4096, 14336)),
-        ("argmax", VOCAB_SIZE, 4096),
-    ),
-    Shape(
-        "1B", 16,
-        (("linear", 3072, 2048), ("linear", 2048, 2048), ("gated", 16384, 2048), ("linear", 2048, 8192)),
-        ("argmax", VOCAB_SIZE, 2048),
-    ),
-)  # fmt: skip
+SHAPES = (Shape("8B", 32, 4096, 6144, 14336), Shape("1B", 16, 2048, 3072, 8192))
+
+
+def random_matrix(num_rows: int, k_size: int) -> torch.Tensor:
+    """Numbers as small as weights are."""
+    return torch.empty(num_rows, k_size, dtype=DTYPE, device="cuda").normal_(0, 0.02)
 
 
 def ours(use: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -61,22 +69,27 @@ def ours(use: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def library(use: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The product alone."""
-    return torch.mm(x, weight.t(), out_dtype=torch.float32) if use == "argmax" else F.linear(x, weight)
+    """The same with products by the vendor's library."""
+    if use == "argmax":
+        return library_argmax(x, weight)
+    return library_gated_linear(x, weight, None) if use == "gated" else library_linear(x, weight, None)
 
 
-def step_ms(
-    multiply: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor],
-    shape: Shape,
-    weights: list[torch.Tensor],
-    num_tokens: int,
-) -> float:
-    """Milliseconds of all products of a step."""
-    inputs = {k: torch.randn(num_tokens, k, device="cuda").to(DTYPE) for _, _, k in shape.matrices}
+def step_ms(multiply: Multiply, layers: list[tuple[torch.Tensor, ...]], head: torch.Tensor, num_tokens: int) -> float:
+    """Milliseconds of a step without attention."""
+    hidden_size = head.shape[1]
+    embedded = torch.randn(num_tokens, hidden_size, device="cuda").to(DTYPE)
+    residual = torch.zeros_like(embedded)
+    norm = torch.ones(hidden_size, dtype=DTYPE, device="cuda")
 
-    def step() -> None:
-        for (use, _, k_size), weight in zip(shape.matrices, weights, strict=True):
-            multiply(use, inputs[k_size], weight)
+    def step() -> torch.Tensor:
+        hidden = embedded
+        for qkv, output, gate_up, down in layers:
+            hidden = ops.add_rms_norm(hidden, residual, norm, 1e-5)[0]
+            hidden = multiply("linear", multiply("linear", hidden, qkv)[:, :hidden_size], output)
+            hidden = ops.add_rms_norm(hidden, residual, norm, 1e-5)[0]
+            hidden = multiply("linear", multiply("gated", hidden, gate_up), down)
+        return multiply("argmax", ops.add_rms_norm(hidden, residual, norm, 1e-5)[0], head)
 
     return median_ms([step])
 
@@ -86,17 +99,14 @@ def rows() -> Iterator[dict[str, object]]:
     bandwidth = copy_bandwidth()
     yield {"op": "device copy", "gb_per_s": bandwidth / 1e9}
     for shape in SHAPES:
-        weights = [
-            torch.empty(num_rows, k_size, dtype=DTYPE, device="cuda").normal_(0, 0.02)
-            for _, num_rows, k_size in shape.matrices
-        ]
-        moved = sum(weight.numel() for weight in weights) * ITEM_BYTES
+        layers, head = shape.weights()
+        moved = sum(weight.numel() for weights in [*layers, (head,)] for weight in weights) * ITEM_BYTES
         for num_tokens in NUM_TOKENS:
-            own = step_ms(ours, shape, weights, num_tokens)
+            own = step_ms(ours, layers, head, num_tokens)
             yield {
                 "op": f"{shape.name} linears, {num_tokens} tokens",
                 "ms": own,
-                "library_ms": step_ms(library, shape, weights, num_tokens),
+                "library_ms": step_ms(library, layers, head, num_tokens),
                 "floor_ms": moved / bandwidth * 1e3,
                 "gb_per_s": moved / own / 1e6,
             }

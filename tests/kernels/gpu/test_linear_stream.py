@@ -12,7 +12,8 @@ from tokenmill_kernels.gpu.linear_stream import can_stream, stream_argmax, strea
 WHOLE_TILES = StreamConfig(16, 32, 3, 4, 2, 1, 2)
 HALVES = StreamConfig(16, 32, 3, 4, 7, 2, 2)
 ANY_CUTS = StreamConfig(16, 32, 3, 4, 7, 0, 2)
-CONFIGS = [WHOLE_TILES, HALVES, ANY_CUTS]
+EIGHT_ROWS = StreamConfig(8, 64, 3, 4, 2, 1, 2)
+CONFIGS = [WHOLE_TILES, HALVES, ANY_CUTS, EIGHT_ROWS]
 
 
 @pytest.fixture(autouse=True)
