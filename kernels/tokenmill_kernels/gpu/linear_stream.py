@@ -20,6 +20,8 @@ _MAX_PARTIALS = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
+    """Scratch memory of the launches on one device."""
+
     partials: torch.Tensor
     """float32 [_MAX_PARTIALS]"""
     arrivals: torch.Tensor
