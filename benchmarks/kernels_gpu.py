@@ -132,7 +132,6 @@ class AttentionLoad:
             num_heads=NUM_HEADS,
             num_kv_heads=NUM_KV_HEADS,
             head_dim=self._q.shape[2],
-            block_size=BLOCK_SIZE,
             dtype=DTYPE,
             window=None,
         )

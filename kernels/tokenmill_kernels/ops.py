@@ -185,7 +185,6 @@ def plan_attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    block_size: int,
     dtype: torch.dtype,
     window: int | None,
 ) -> AttentionPlan | None:
@@ -205,7 +204,6 @@ def plan_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        block_size=block_size,
         dtype=dtype,
         window=window,
     )

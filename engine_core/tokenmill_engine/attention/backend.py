@@ -30,9 +30,7 @@ class AttentionBackend(Protocol):
     def name(self) -> str:
         """For the log, and for users to choose it by."""
 
-    def plan(
-        self, batch: ForwardBatch, shape: AttentionShape, block_size: int, dtype: torch.dtype
-    ) -> ops.AttentionPlan | None:
+    def plan(self, batch: ForwardBatch, shape: AttentionShape, dtype: torch.dtype) -> ops.AttentionPlan | None:
         """How the step is divided, for all layers of this shape; goes to `ForwardBatch.plans`."""
 
     def attend(self, layer: LayerInputs, batch: ForwardBatch) -> torch.Tensor:
@@ -46,9 +44,7 @@ class BuiltInAttention:
 
     name: str
 
-    def plan(
-        self, batch: ForwardBatch, shape: AttentionShape, block_size: int, dtype: torch.dtype
-    ) -> ops.AttentionPlan | None:
+    def plan(self, batch: ForwardBatch, shape: AttentionShape, dtype: torch.dtype) -> ops.AttentionPlan | None:
         return ops.plan_attention(
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
@@ -58,7 +54,6 @@ class BuiltInAttention:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            block_size=block_size,
             dtype=dtype,
             window=shape.window,
         )

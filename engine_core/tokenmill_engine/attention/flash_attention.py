@@ -32,15 +32,13 @@ class FlashAttention4:
             ) from error
         self._triton = BuiltInAttention("triton")
 
-    def plan(
-        self, batch: ForwardBatch, shape: AttentionShape, block_size: int, dtype: torch.dtype
-    ) -> ops.AttentionPlan | None:
+    def plan(self, batch: ForwardBatch, shape: AttentionShape, dtype: torch.dtype) -> ops.AttentionPlan | None:
         """A plan for what Triton does; None if it does nothing."""
         if self._is_for_triton(batch):
-            return self._triton.plan(batch, shape, block_size, dtype)
+            return self._triton.plan(batch, shape, dtype)
         if batch.num_decodes == 0:
             return None
-        return self._triton.plan(_decodes(batch), shape, block_size, dtype)
+        return self._triton.plan(_decodes(batch), shape, dtype)
 
     def attend(self, layer: LayerInputs, batch: ForwardBatch) -> torch.Tensor:
         if self._is_for_triton(batch):

@@ -141,7 +141,7 @@ class DenseDecoder:
         """
         if self._fused is not None:
             return self._fused.forward(batch, kv_caches, output_rows, out)
-        self._plan_attention(batch, kv_caches)
+        self._plan_attention(batch)
         normed, residual = self.layers[0].input_norm.embed(batch.input_ids, self.embed_tokens)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
@@ -151,15 +151,10 @@ class DenseDecoder:
             normed, residual = next_norm(hidden, residual, out if is_last else None)
         return normed
 
-    def _plan_attention(self, batch: ForwardBatch, kv_caches: KVCaches) -> None:
+    def _plan_attention(self, batch: ForwardBatch) -> None:
         """One plan for all layers of a shape."""
-        block_sizes = {
-            layer.attention.attend.shape: keys.shape[1] for layer, (keys, _) in zip(self.layers, kv_caches, strict=True)
-        }
-        batch.plans = {
-            shape: self._attention.plan(batch, shape, block_size, self.dtype)
-            for shape, block_size in block_sizes.items()
-        }
+        shapes = dict.fromkeys(layer.attention.attend.shape for layer in self.layers)
+        batch.plans = {shape: self._attention.plan(batch, shape, self.dtype) for shape in shapes}
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of `forward`'s result [num_rows, hidden_size] -> float32 [num_rows, vocab_size]."""

@@ -53,7 +53,6 @@ def plan_attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    block_size: int,
     dtype: torch.dtype,
     window: int | None,
 ) -> AttentionPlan:
@@ -63,7 +62,6 @@ def plan_attention(
     bounds the list of tiles. So a graph captured with num_decodes = R serves batches of decodes (padded with requests
     of length 0), and one captured with num_decodes = 1 serves any mix up to its `max_query_len`.
     """
-    del block_size
     device, num_requests, group = seq_lens.device, seq_lens.shape[0], num_heads // num_kv_heads
     decode, prefill = None, None
     if num_decodes > 0:
@@ -132,7 +130,6 @@ def paged_attention(
             num_heads=q.shape[1],
             num_kv_heads=k_cache.shape[2],
             head_dim=q.shape[2],
-            block_size=k_cache.shape[1],
             dtype=q.dtype,
             window=window,
         )

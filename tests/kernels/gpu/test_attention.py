@@ -22,14 +22,13 @@ def plan_of(batch: PagedBatch, window: int | None) -> AttentionPlan:
     """The plan that all layers of a step read."""
     lengths = {name: value for name, value in batch.lengths.items() if name not in ("block_tables", "max_seq_len")}
     num_tokens, num_heads, head_dim = batch.q.shape
-    _, block_size, num_kv_heads, _ = batch.k_cache.shape
+    num_kv_heads = batch.k_cache.shape[2]
     return plan_attention(
         **lengths,
         num_tokens=num_tokens,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        block_size=block_size,
         dtype=batch.q.dtype,
         window=window,
     )

@@ -24,7 +24,6 @@ def planned(requests: Sequence[tuple[int, int]], num_decodes: int, window: int |
         num_heads=HEADS * GROUP,
         num_kv_heads=HEADS,
         head_dim=HEAD_DIM,
-        block_size=16,
         dtype=torch.float16,
         window=window,
     )
