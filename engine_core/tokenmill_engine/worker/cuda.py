@@ -1,6 +1,7 @@
 """A GPU as a worker's device."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,10 @@ from tokenmill_kernels import ops
 from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead, keep_compiled_kernels
 
 logger = logging.getLogger(__name__)
+
+_NUM_TIMINGS, _NUM_LONG_TIMINGS = 3, 2
+"""Steps that are timed at the start for each size, and for those of more than so many tokens:"""
+_LONG_TIMING = 2048
 
 
 class CudaBackend:
@@ -134,16 +139,24 @@ class CudaBackend:
         logger.info("prepared %d kernels: %.2f s", num_kernels, time.monotonic() - started)
 
     def _time_prefills(self) -> tuple[tuple[int, float], ...]:
-        """As `KVCapacity.prefill_costs`: with graphs where steps of that size have them. Largest first, so that the
-        device never waits for the launches of the others."""
+        """As `KVCapacity.prefill_costs`: with graphs where steps of that size have them, and of each size the quickest
+        of several steps, since one may wait for the host, which loads weights meanwhile. Largest first, so that the
+        device is busy while the others are launched."""
         plans = self._prefill_plans()
         calls = dict(self._steps.graph_calls())
         for shape in filter(None, map(self._ladder.padded, plans)):
             if shape in calls:
                 self._graphs.capture(shape, calls[shape])
-        pending = [self._runner.execute(plan) for plan in plans]
-        costs = [(plan.num_tokens, result.wait().elapsed_s) for plan, result in zip(plans, pending, strict=True)]
-        return tuple(reversed(costs))
+        pending = [
+            (plan.num_tokens, self._runner.execute(plan))
+            for turn in range(max(_NUM_TIMINGS, _NUM_LONG_TIMINGS))
+            for plan in plans
+            if turn < (_NUM_TIMINGS if plan.num_tokens <= _LONG_TIMING else _NUM_LONG_TIMINGS)
+        ]
+        costs = dict.fromkeys(sorted(plan.num_tokens for plan in plans), math.inf)
+        for num_tokens, result in pending:
+            costs[num_tokens] = min(costs[num_tokens], result.wait().elapsed_s)
+        return tuple(costs.items())
 
     def _graph_bytes(self) -> int:
         """Device memory that all graphs will take: their common pool, measured by capturing the largest of each kind,
