@@ -9,13 +9,12 @@ import triton
 
 from tokenmill_kernels.gpu.argmax import reduce_pieces
 from tokenmill_kernels.gpu.launch import device_limits, launch_options
-from tokenmill_kernels.gpu.linear_choice import TOKEN_BLOCKS, StreamConfig, token_block
+from tokenmill_kernels.gpu.linear_choice import MAX_PARTIALS, TOKEN_BLOCKS, StreamConfig, token_block
 from tokenmill_kernels.gpu.linear_kernels import stream_kernel
 
 _ALIGNMENT_BYTES = 16
 _MAX_ROWS = 1 << 20
 _MAX_TILES = 1 << 17
-_MAX_PARTIALS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Workspace:
     """Scratch memory of the launches on one device."""
 
     partials: torch.Tensor
-    """float32 [_MAX_PARTIALS]"""
+    """float32 [MAX_PARTIALS]"""
     arrivals: torch.Tensor
     """int32 [_MAX_TILES], all 0 between launches"""
 
@@ -31,7 +30,7 @@ class Workspace:
 @cache
 def workspace(device: torch.device) -> Workspace:
     """Scratch memory of a device, shared by all launches: they must not run side by side on several streams."""
-    partials = torch.empty(_MAX_PARTIALS, dtype=torch.float32, device=device)
+    partials = torch.empty(MAX_PARTIALS, dtype=torch.float32, device=device)
     return Workspace(partials, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device))
 
 
@@ -99,6 +98,9 @@ def _launch(
     scratch = workspace(x.device)
     num_rows, k_size = weight.shape
     num_programs, granule = _runs(num_rows, k_size, config, x.device)
+    block_t = token_block(x.shape[0])
+    assert 2 * num_programs * config.block_n * block_t <= MAX_PARTIALS, f"{config} needs too much scratch memory"
+    assert triton.cdiv(num_rows, config.block_n) <= _MAX_TILES, f"{config} has too many tiles"
     stream_kernel[(num_programs,)](
         out,
         best_index,
@@ -117,7 +119,7 @@ def _launch(
         gated=gated,
         block_n=config.block_n,
         block_k=config.block_k,
-        block_t=token_block(x.shape[0]),
+        block_t=block_t,
         even_k=k_size % config.block_k == 0,
         parts=max(config.num_warps * 32 // config.block_n, 1),
         num_stages=config.num_stages,

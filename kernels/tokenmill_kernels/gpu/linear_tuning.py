@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _COLD_BYTES = 128 << 20
 """A measurement walks matrices of that many bytes together, so that they come from memory and not from a cache."""
+_MAX_MATRICES = 64
+"""More are not walked: small ones, which a cache may hold then, are not worth more launches."""
 _ROUNDS = 5
 _MAX_CANDIDATES = 3
 
@@ -92,12 +94,10 @@ class _Bench:
     def case(self, problem: Problem, block_t: int, table: ChoiceTable) -> _Case:
         """Inputs, and what may be chosen for them."""
         size = problem.num_rows * problem.k_size
-        weights = [
-            self._numbers[first : first + size].view(problem.num_rows, problem.k_size)
-            for first in range(0, max(_COLD_BYTES // self._numbers.itemsize - size, 0) + 1, size)
-        ]
+        count = max(min(_COLD_BYTES // (size * self._numbers.itemsize), _MAX_MATRICES), 1)
+        weights = list(self._numbers[: count * size].view(count, problem.num_rows, problem.k_size))
         x = torch.randn(block_t, problem.k_size, device=self._numbers.device).to(self._numbers.dtype)
-        candidates = table.candidates(problem.kind, block_t)[:_MAX_CANDIDATES] if can_stream(x, weights[0]) else []
+        candidates = table.candidates(problem, block_t)[:_MAX_CANDIDATES] if can_stream(x, weights[0]) else []
         streamed = {config: _stream_call(problem.kind, config) for config in candidates}
         return _Case(problem.key(block_t), x, weights, _LIBRARY_CALLS[problem.kind], streamed)
 

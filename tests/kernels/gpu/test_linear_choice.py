@@ -9,6 +9,7 @@ import pytest
 from tokenmill_kernels.gpu.linear_choice import TOKEN_BLOCKS, ChoiceTable, Kind, Problem, StreamConfig, token_block
 
 H100 = "NVIDIA H100 80GB HBM3"
+H200 = "NVIDIA H200"
 QKV_8B = Problem("linear", 6144, 4096)
 STRANGE = Problem("gated", 1234, 808)
 CONFIG = StreamConfig(64, 128, 4, 4, 1, 0, 2)
@@ -45,13 +46,59 @@ def test_measurements_are_used_and_kept(tmp_path: Path) -> None:
         assert each.is_known(STRANGE, 16)
         assert not each.is_known(STRANGE, 32)
     assert not ChoiceTable("NVIDIA H100 PCIe", tmp_path / "new").is_known(STRANGE, 8)
-    assert len(list((tmp_path / "new").iterdir())) == 1
+    assert len(list((tmp_path / "new").glob("*.json"))) == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"gated 1234x808 8": [1, 2]}', '{"gated 1234x808 8": "x"}'])
+def test_processes_keep_the_measurements_of_each_other(tmp_path: Path) -> None:
+    mine, other = ChoiceTable(H100, tmp_path), ChoiceTable(H100, tmp_path)
+    mine.remember({STRANGE.key(8): CONFIG})
+    other.remember({STRANGE.key(16): None, STRANGE.key(32): CONFIG})
+    mine.remember({STRANGE.key(64): None})
+    assert mine.is_known(STRANGE, 32)
+    later = ChoiceTable(H100, tmp_path)
+    assert [later.is_known(STRANGE, block_t) for block_t in TOKEN_BLOCKS] == [False, True, True, True, True]
+    assert later.choose(STRANGE, 8) == later.choose(STRANGE, 32) == CONFIG
+
+
+def test_what_another_family_of_cards_was_measured_with_is_a_first_guess(tmp_path: Path) -> None:
+    table, guess = ChoiceTable(H200, tmp_path), ChoiceTable(H100, None).choose(QKV_8B, 8)
+    assert guess is not None
+    assert table.choose(QKV_8B, 8) == guess
+    assert table.candidates(QKV_8B, 8)[0] == guess
+    assert not any(table.is_known(QKV_8B, block_t) for block_t in TOKEN_BLOCKS)
+    table.remember({QKV_8B.key(8): CONFIG, QKV_8B.key(16): None})
+    for each in (table, ChoiceTable(H200, tmp_path)):
+        assert each.is_known(QKV_8B, 8)
+        assert each.choose(QKV_8B, 8) == CONFIG
+        assert each.choose(QKV_8B, 16) is None
+
+
+def test_measurements_do_not_replace_what_was_measured_for_the_shipped_table(tmp_path: Path) -> None:
+    table = ChoiceTable(H100, tmp_path)
+    table.remember({QKV_8B.key(8): CONFIG})
+    assert table.choose(QKV_8B, 8) != CONFIG
+
+
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    '{"gated 1234x808 8": [1, 2]}',
+    '{"gated 1234x808 8": "x"}',
+    '{"gated 1234x808 9": [64, 128, 4, 4, 1, 0, 2]}',
+    '{"gated 1234x808 8": [64, 128.0, 4, 4, 1, 0, 2]}',
+    '{"gated 1234x808 8": [4, 1024, 4, 4, 1, 0, 2]}',
+    '{"gated 1234x808 8": [48, 128, 4, 4, 1, 0, 2]}',
+    '{"gated 1234x808 8": [64, 128, 4, 4, 1, -1, 2]}',
+    '{"gated 1234x808 8": [8, 64, 4, 4, 1, 0, 2]}',
+    '{"gated 1234x808 64": [256, 128, 4, 4, 2, 0, 2]}',
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_file_is_measured_again(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     ChoiceTable(H100, tmp_path).remember({STRANGE.key(8): CONFIG})
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
         table = ChoiceTable(H100, tmp_path)

@@ -76,3 +76,17 @@ def test_what_the_kernel_does_not_take() -> None:
     assert not can_stream(x[:, :62], weight[:, :62])
     assert not can_stream(x[:, :61], torch.randn(40, 61))
     assert not can_stream(x, torch.randn(40 * 64 + 1)[1:].view(40, 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (StreamConfig(1 << 17, 32, 3, 4, 2, 0, 2), "too much scratch memory"),
+        (StreamConfig(2, 32, 3, 4, 2, 0, 2), "too many tiles"),
+    ],
+)
+def test_nothing_is_launched_past_the_scratch_memory(config: StreamConfig, message: str) -> None:
+    x, weight = torch.randn(64, 64), torch.empty((1 << 18) + 2, 64)
+    assert can_stream(x, weight)
+    with pytest.raises(AssertionError, match=message):
+        stream_linear(x, weight, None, config)
