@@ -41,6 +41,12 @@ def dependent_launch(device: torch.device) -> bool:
     A kernel that is launched so calls `wait_for_inputs` before it touches anything that another kernel wrote, and
     `let_dependents_start` only after that, in every program and on every path. So when a kernel starts, all those
     before the one right before it are done: what they wrote may be read without waiting.
+
+    The one exception is `attention_decode.merge_kernel`, which lets its dependent start before it has waited. When the
+    launch right after it starts, the decode launch before it may still run, and with it the lifetime of all that the
+    two read and write. That launch, whichever it is, touches nothing but weights before its `wait_for_inputs`, which
+    returns when both are done; those after it are in no way special, since it keeps the rule above. A kernel that
+    reads results or writes anything before it waits must therefore not be launched right after `paged_attention`.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_DEPENDENT_LAUNCH_CAPABILITY
 
