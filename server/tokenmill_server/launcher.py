@@ -15,6 +15,7 @@ import socket
 import time
 from collections import deque
 from enum import Enum, auto
+from typing import NoReturn
 
 from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
@@ -74,7 +75,7 @@ def serve(values: FlagValues) -> int:
     """
     with (
         Watcher() as watcher,
-        watcher.watch_signals(_stop_signals(), restore=False),
+        watcher.watch_signals(_stop_signals(), restore=False) as signals,
         RunDir() as run_dir,
         contextlib.ExitStack() as stack,
     ):
@@ -87,10 +88,11 @@ def serve(values: FlagValues) -> int:
         spawned = num_engines <= len(os.sched_getaffinity(0))
         if spawned:
             engines.spawn(num_engines, values["device"], environment)
-        # Takes a while to import as well.
-        from tokenmill_server.flags.build import build_configuration
+        with signals.handled_by(lambda number: _end_at_once(number, engines, run_dir)):
+            # Takes a while to import as well.
+            from tokenmill_server.flags.build import build_configuration
 
-        configuration = build_configuration(values)
+            configuration = build_configuration(values)
         listener = bind(configuration.server)
         stack.callback(release, listener)
         if not spawned:
@@ -98,6 +100,21 @@ def serve(values: FlagValues) -> int:
         launcher = Launcher(configuration, listener, run_dir, watcher, engines)
         stack.callback(launcher.stop)
         return launcher.run()
+
+
+def _end_at_once(number: signal.Signals, engines: EngineSupervisor, run_dir: RunDir) -> NoReturn:
+    """Ends this process, with status 0, whatever it is doing: a download may go on for minutes, and an exception would
+    wait for its threads."""
+    try:
+        engines.stop()
+        run_dir.close()
+        _log_early_stop(number)
+    finally:
+        os._exit(0)
+
+
+def _log_early_stop(number: signal.Signals) -> None:
+    logger.info("%s: stopped before the model was loaded", number.name)
 
 
 def _child_environment(run_dir: RunDir) -> dict[str, str]:
@@ -198,7 +215,7 @@ class Launcher:
             if time.monotonic() - self._drain_began >= _REPEAT_S:
                 self._cut_off(number)
         elif self._state is State.STARTING:
-            logger.info("%s: stopped before the model was loaded", number.name)
+            _log_early_stop(number)
             self._status = 0
         else:
             logger.debug("%s: the end is a moment away already", number.name)

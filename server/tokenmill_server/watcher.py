@@ -7,10 +7,11 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess
@@ -143,7 +144,7 @@ class WatchedSignals:
         self._restore = restore
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "WatchedSignals":
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -151,6 +152,7 @@ class WatchedSignals:
         for number in self._numbers:
             self._previous[number] = signal.signal(number, _ignore)
         self._selector.register(self._reader, selectors.EVENT_READ, self)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
@@ -160,9 +162,26 @@ class WatchedSignals:
         self._reader.close()
         self._writer.close()
 
-    def pending(self) -> list[Event]:
+    def pending(self) -> list[Signalled]:
         """The signals that arrived."""
-        return [Signalled(signal.Signals(number)) for number in self._reader.recv(4096)]
+        try:
+            return [Signalled(signal.Signals(number)) for number in self._reader.recv(4096)]
+        except BlockingIOError:
+            return []
+
+    @contextmanager
+    def handled_by(self, handle: Callable[[signal.Signals], NoReturn]) -> Iterator[None]:
+        """For work that does not wait for events: meanwhile a signal, also one that arrived and was not waited for
+        yet, calls `handle` in the main thread, between two instructions of whatever runs there."""
+        for number in self._numbers:
+            signal.signal(number, lambda number, _frame: handle(signal.Signals(number)))
+        try:
+            for signalled in self.pending():
+                handle(signalled.number)
+            yield
+        finally:
+            for number in self._numbers:
+                signal.signal(number, _ignore)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -4,12 +4,14 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -36,12 +38,14 @@ except TokenmillError as error:
 class Launched:
     """The launcher's process, what it wrote and what its children wrote."""
 
-    def __init__(self, folder: Path, engine: str, api: str, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, engine: str, api: str, arguments: tuple[str, ...], environment: Mapping[str, str]
+    ) -> None:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self._log, self._children_log = folder / "log", folder / "children"
         self._children_log.touch()
-        environment = {
+        variables = {
             "CHILD_LOG": str(self._children_log),
             "CHILD_ENGINE": engine,
             "CHILD_API": api,
@@ -59,7 +63,7 @@ class Launched:
                 ],
                 stdout=stream,
                 stderr=stream,
-                env=os.environ | environment,
+                env={**os.environ, **variables, **environment},
             )
 
     @property
@@ -89,9 +93,11 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(*arguments: str, engine: str = "ready", api: str = "serve") -> Iterator[Launched]:
+def launched(
+    *arguments: str, engine: str = "ready", api: str = "serve", environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Launched]:
     with tempfile.TemporaryDirectory(prefix="l-") as folder:
-        run = Launched(Path(folder), engine, api, arguments)
+        run = Launched(Path(folder), engine, api, arguments, environment)
         try:
             yield run
         finally:
@@ -142,6 +148,22 @@ def test_wrong_configurations_are_told_though_engine_cores_run_already(
         assert run.log.splitlines()[-1].startswith(message)
         assert "engine core" not in run.log
         assert run.children_log.count("engine process") <= (0 if "-dp" in arguments else 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_download_and_the_engine_cores_that_run_already(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(20)
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
+        with launched("--model", "nobody/endless", environment=environment) as run:
+            connection, _ = hub.accept()
+            with connection:  # and never an answer
+                run.pid("engine process")
+                run.process.send_signal(number)
+                signalled = time.monotonic()
+                run.wait(0)
+                assert time.monotonic() - signalled < 3
+                assert run.log.splitlines()[-1].endswith(f"{number.name}: stopped before the model was loaded")
 
 
 def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:

@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -90,6 +92,26 @@ def test_signals_and_their_handlers_afterwards(watcher: Watcher) -> None:
         assert collect(watcher, 1) == [Signalled(signal.SIGTERM)]
         assert watcher.wait(0) == []
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class EndedError(Exception):
+    """Raised by a handler."""
+
+
+def end(number: signal.Signals) -> NoReturn:
+    raise EndedError(number.name)
+
+
+def test_signals_can_be_handled_where_nobody_waits_for_events(watcher: Watcher) -> None:
+    with watcher.watch_signals([signal.SIGTERM]) as signals:
+        with pytest.raises(EndedError, match="SIGTERM"), signals.handled_by(end):
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert watcher.wait(0) == [Signalled(signal.SIGTERM)]
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(EndedError, match="SIGTERM"), signals.handled_by(end):
+            pytest.fail("a signal from before was not handled")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert collect(watcher, 1) == [Signalled(signal.SIGTERM)]
 
 
 def test_an_event_loop_can_watch_it(watcher: Watcher, child: ChildProcess[Line]) -> None:
