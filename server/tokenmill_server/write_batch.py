@@ -6,8 +6,11 @@ turn in which many answers begin is long, so only a few connections wait for its
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 Data = bytes | bytearray | memoryview
 
@@ -34,10 +37,14 @@ class WriteBatch:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what all of them hold."""
+        """Writes what all of them hold. A connection that cannot be written to is given up, not the others."""
         waiting, self._waiting = self._waiting, []
         for transport in waiting:
-            transport.flush()
+            try:
+                transport.flush()
+            except Exception:
+                logger.exception("a connection could not be written to; it is closed")
+                transport.abort()
 
 
 class BatchedTransport(asyncio.Transport):

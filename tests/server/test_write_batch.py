@@ -124,6 +124,22 @@ async def test_a_lost_connection_costs_the_others_nothing(
 
 
 @in_event_loop
+async def test_a_connection_that_cannot_be_written_to_is_aborted_alone(
+    batch: WriteBatch, first: Connection, second: Connection
+) -> None:
+    first.transport.hold(cast(bytes, "text"))
+    second.transport.hold(b"b")
+    batch.flush()
+    assert second.arrived() == b"b"
+    await first.peer.lost
+    assert first.arrived() == b""
+    first.transport.hold(b"more")
+    second.transport.hold(b"c")
+    await asyncio.sleep(0.01)
+    assert second.arrived() == b"c"
+
+
+@in_event_loop
 async def test_the_end_of_what_we_send(batch: WriteBatch, first: Connection, second: Connection) -> None:
     first.transport.write(b"a")
     assert first.transport.can_write_eof()
