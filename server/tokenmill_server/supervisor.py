@@ -50,7 +50,7 @@ class EngineSupervisor:
                 _ENGINE_MODULE,
                 FromEngine,
                 args=["--run-dir", self._run_dir, "--device", device],
-                env=_engine_environment(environment, num_engines, rank),
+                env=_engine_environment(environment, device, num_engines, rank),
             )
             self._children[rank] = child
             self._watcher.add(("engine", rank), child)
@@ -133,12 +133,17 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _engine_environment(environment: Mapping[str, str], num_engines: int, rank: int) -> dict[str, str]:
-    """Rank k of several sees only the k-th visible GPU, if there are so many."""
+def _engine_environment(environment: Mapping[str, str], device: str, num_engines: int, rank: int) -> dict[str, str]:
+    """Rank k of several that may use GPUs sees only the k-th visible one, if there are so many. Where all are hidden,
+    by a variable that is set but empty, they stay hidden."""
     result = dict(environment)
-    if num_engines > 1:
-        visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        result["CUDA_VISIBLE_DEVICES"] = (visible[rank] if rank < len(visible) else "") if visible else str(rank)
+    if device != "cpu" and num_engines > 1:
+        names = environment.get("CUDA_VISIBLE_DEVICES")
+        visible = None if names is None else [name for name in names.split(",") if name]
+        if visible is None:
+            result["CUDA_VISIBLE_DEVICES"] = str(rank)
+        else:
+            result["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) else ""
     return result
 
 
