@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from tokenmill_engine.config.device import has_cuda_driver, open_cuda_context
+from tokenmill_engine.config.device import may_have_gpu, open_cuda_context
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.engine import Executor
 from tokenmill_engine.outputs import KVCapacity
@@ -22,7 +22,9 @@ class Preparation:
     def __init__(self, *, may_use_gpu: bool) -> None:
         """`may_use_gpu`: the first visible one, if there is any, is set up as well."""
         self._executor_class: Future[Any] = Future()
-        on_gpu = may_use_gpu and has_cuda_driver()
+        self._gpu_error: BaseException | None = None
+        """Why what GPUs need could not be imported. Set before `_executor_class` is."""
+        on_gpu = may_use_gpu and may_have_gpu()
         if on_gpu:
             _begin("context", open_cuda_context)
         _begin("import", lambda: self._import(on_gpu))
@@ -32,9 +34,13 @@ class Preparation:
 
         Raises:
             TokenmillError: it cannot start.
+            Exception: something that it needs cannot be imported. What only GPUs need does not matter on the CPU.
         """
         began = time.monotonic()
-        executor = self._executor_class.result()(config)
+        executor_class = self._executor_class.result()
+        if self._gpu_error is not None and config.device.kind == "cuda":
+            raise self._gpu_error
+        executor = executor_class(config)
         imported = time.monotonic()
         capacity: KVCapacity = executor.initialize()
         return executor, dataclasses.replace(capacity, phases={"import": imported - began, **capacity.phases})
@@ -42,16 +48,22 @@ class Preparation:
     def _import(self, on_gpu: bool) -> None:
         try:
             if on_gpu:
-                import triton
-
-                # Part of the name of every compiled kernel: a hash of all of Triton, computed beside the next imports.
-                _begin("hash", getattr(triton.runtime.cache, "triton_key", int))
-                importlib.import_module("tokenmill_engine.worker.cuda")
+                self._import_for_gpu()
             from tokenmill_engine.executor.uniproc import UniprocExecutor
         except BaseException as error:
             self._executor_class.set_exception(error)
         else:
             self._executor_class.set_result(UniprocExecutor)
+
+    def _import_for_gpu(self) -> None:
+        try:
+            import triton
+
+            # Part of the name of every compiled kernel: a hash of all of Triton, computed beside the next imports.
+            _begin("hash", getattr(triton.runtime.cache, "triton_key", int))
+            importlib.import_module("tokenmill_engine.worker.cuda")
+        except BaseException as error:
+            self._gpu_error = error
 
 
 def _begin(name: str, work: Callable[[], object]) -> None:

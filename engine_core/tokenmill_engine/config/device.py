@@ -87,9 +87,10 @@ def _cuda_device() -> DeviceInfo | None:
     )
 
 
-def has_cuda_driver() -> bool:
-    """Whether this machine has NVIDIA's driver library, whatever it then says of devices."""
-    return _cuda_driver() is not None
+def may_have_gpu() -> bool:
+    """Whether a GPU is likely, without asking the driver: its library is here, and the user does not hide all GPUs."""
+    first_visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    return first_visible not in ("", "-1") and _cuda_driver() is not None
 
 
 def open_cuda_context() -> None:
