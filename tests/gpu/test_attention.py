@@ -22,6 +22,8 @@ from tests.support.kernel_inputs import (
     poisoned,
 )
 from tokenmill_kernels import ops, reference
+from tokenmill_kernels.gpu import attention, attention_prefill_hopper
+from tokenmill_kernels.gpu.compilation import compile_ahead
 
 pytestmark = pytest.mark.gpu
 
@@ -152,6 +154,29 @@ def test_queries_that_cannot_be_copied_in_long_words() -> None:
     wide = torch.zeros(batch.q.shape[0], 8, 129, dtype=BFLOAT16, device=CUDA)
     wide[..., 1:] = batch.q
     check(PagedBatch(wide[..., 1:], batch.k_cache, batch.v_cache, batch.lengths))
+
+
+@pytest.fixture
+def too_large_for_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The prefill kernel for Hopper asks for more shared memory than there is."""
+    monkeypatch.setattr(attention_prefill_hopper, "_TILES", {128: (128, 20)})
+    attention._hopper.cache_clear()
+    yield
+    attention._hopper.cache_clear()
+
+
+@pytest.mark.usefixtures("too_large_for_hopper")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_without_the_kernel_for_hopper(ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The portable one serves, whether the other fails in a rehearsal or at a launch."""
+    batch = paged_batch(LLAMA_8B, CHUNKS, device=CUDA)
+    if ahead:
+        operands = (batch.q, batch.k_cache, batch.v_cache)
+        compile_ahead([lambda: ops.paged_attention(*operands, **batch.lengths, scale=1.0)], torch.device(CUDA, 0))
+    check(batch)
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    warnings = [record for record in caplog.records if "the kernel for Hopper is of no use" in record.message]
+    assert len(warnings) == is_hopper
 
 
 def test_cache_of_more_elements_than_int32_counts() -> None:

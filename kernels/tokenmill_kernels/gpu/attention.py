@@ -11,8 +11,9 @@ from types import ModuleType
 
 import torch
 import triton
+from triton.errors import TritonError
 
-from tokenmill_kernels.gpu import attention_planner
+from tokenmill_kernels.gpu import attention_planner, compilation
 from tokenmill_kernels.gpu.attention_decode import decode_kernel, merge_kernel
 from tokenmill_kernels.gpu.attention_plan import AttentionPlan, DecodePlan, PrefillPlan
 from tokenmill_kernels.gpu.attention_prefill import prefill_kernel
@@ -208,22 +209,45 @@ def _decode(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: DecodePlan,
     )  # fmt: skip
 
 
+class HopperPrefill:
+    """The prefill kernel for Hopper, as long as the Triton that is installed can compile it."""
+
+    def __init__(self) -> None:
+        self.module: ModuleType | None = None
+        """None: the portable kernel serves."""
+        try:
+            from tokenmill_kernels.gpu import attention_prefill_hopper
+        except (ImportError, AttributeError) as error:
+            self._warn(error)
+            return
+        self.module = attention_prefill_hopper
+        compilation.allow_to_fail(attention_prefill_hopper.hopper_prefill_kernel, self.give_up)
+
+    def give_up(self, reason: Exception) -> None:
+        """It does not compile, in one of its variants at least."""
+        if self.module is not None:
+            self._warn(reason)
+        self.module = None
+
+    @staticmethod
+    def _warn(reason: Exception) -> None:
+        logger.warning(
+            "prefill attention is slower than it could be, the kernel for Hopper is of no use with Triton %s: %s",
+            triton.__version__,
+            reason,
+        )
+
+
 @cache
-def _hopper() -> ModuleType | None:
-    """The prefill kernel for Hopper; None where this Triton lacks the language that it is written in."""
-    try:
-        from tokenmill_kernels.gpu import attention_prefill_hopper
-    except (ImportError, AttributeError) as error:
-        logger.warning("prefill attention is slower than it could be, this Triton lacks what is needed: %s", error)
-        return None
-    return attention_prefill_hopper
+def _hopper() -> HopperPrefill:
+    return HopperPrefill()
 
 
 def _prefill_on_hopper(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: PrefillPlan) -> bool:
-    """As `_prefill`, if the device and the arguments allow it."""
+    """As `_prefill`, if the device, the arguments and Triton allow it."""
     _, num_heads, head_dim = q.shape
     caches = (batch.k_cache, batch.v_cache)
-    module = _hopper() if q.is_cuda else None
+    module = _hopper().module if q.is_cuda else None
     if (
         module is None
         or not module.supports(head_dim, q.dtype, q.device)
@@ -233,9 +257,14 @@ def _prefill_on_hopper(out: torch.Tensor, q: torch.Tensor, batch: _Batch, plan: 
     ):
         return False
     lengths = (batch.query_start_loc, batch.seq_lens, batch.block_tables)
-    module.launch(
-        out, q, caches, plan, lengths, (batch.scale, batch.v_scale), batch.soft_cap, batch.window
-    )  # fmt: skip
+    try:
+        module.launch(out, q, caches, plan, lengths, (batch.scale, batch.v_scale), batch.soft_cap, batch.window)
+    except (TritonError, RuntimeError) as error:
+        failure = compilation.compile_failure(error)
+        if failure is None:
+            raise
+        _hopper().give_up(failure)
+        return False
     return True
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from triton.errors import TritonError
 
-from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead
+from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead, compile_failure
 from tokenmill_kernels.gpu.linear_choice import (
     TOKEN_BLOCKS,
     ChoiceTable,
@@ -111,9 +111,12 @@ class _Bench:
         """The fastest of the case's implementations, None if that is the library."""
         times: dict[StreamConfig | None, float] = {None: self._time(case.library, case.x, case.weights)}
         for config, call in case.streamed.items():
-            # Some tiles do not fit some cards.
-            with suppress(TritonError):
+            try:
                 times[config] = self._time(call, case.x, case.weights)
+            except (TritonError, RuntimeError) as error:
+                # Some tiles do not fit some cards.
+                if compile_failure(error) is None:
+                    raise
         return min(times, key=times.__getitem__)
 
     def _time(self, call: Call, x: torch.Tensor, weights: list[torch.Tensor]) -> float:

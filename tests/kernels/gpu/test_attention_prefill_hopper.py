@@ -1,10 +1,13 @@
 """The prefill kernel for Hopper, which the interpreter cannot run: it compiles for the device without one."""
 
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
+
+from tokenmill_kernels.gpu.attention import HopperPrefill
 
 COMPILE = """
 import triton
@@ -44,3 +47,15 @@ def test_it_multiplies_with_warp_groups_and_copies_with_the_accelerator() -> Non
     assert result.returncode == 0, result.stderr[-2000:]
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "griddepcontrol.wait", "setmaxnreg"):
         assert instruction in result.stdout
+
+
+def test_it_is_given_up_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = HopperPrefill()
+    assert kernel.module is not None
+    with caplog.at_level(logging.WARNING):
+        for reason in ("no such layout", "no such copy"):
+            kernel.give_up(RuntimeError(reason))
+    assert kernel.module is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "no such layout" in record.message
