@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from functools import partial
@@ -85,6 +85,8 @@ class WeightLoading:
         Raises ConfigError if a file is broken or its tensors are not those of the architecture.
         """
         load_s = self._done.result()
+        if self._model.device.type == "cuda":
+            _release_page_locked_memory()
         loaded = time.monotonic()
         self._model.finalize(allow_fused)
         logger.info(
@@ -112,17 +114,25 @@ class WeightLoading:
             sys.setswitchinterval(interval_s)
 
 
+def _release_page_locked_memory() -> None:
+    """Gives the buffers of the lanes, which are gone, back to the system; torch would keep them for the next who asks
+    for as large ones. Some versions have the function under its internal name only."""
+    release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()
+
+
 def load_weights(model: DenseDecoder, config: ModelConfig, cancelled: threading.Event | None = None) -> None:
     """Fills every parameter of a new model; gives up with CancelledError once `cancelled` is set. Raises ConfigError
     as `load_model`."""
+    cancelled = cancelled or threading.Event()
     if config.load_format == "dummy":
-        with _pool() as pool:
-            _fill_randomly(pool, model.targets(), config.seed)
+        _fill_randomly(model.targets(), config.seed, cancelled)
         return
     with closing(_open_source(config)) as source:
         match = match_gguf if config.load_format == "gguf" else match_safetensors
         destinations = match(model, source.shapes, config.path)
-        _run_copies(destinations, source, model.device, cancelled or threading.Event())
+        _run_copies(destinations, source, model.device, cancelled)
 
 
 def _open_source(config: ModelConfig) -> WeightSource:
@@ -142,10 +152,24 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(num_threads)
 
 
+def _completed(futures: Iterable[Future[None]], cancelled: threading.Event) -> Iterator[Future[None]]:
+    """Each of `futures` when it is done. The first error, or CancelledError once `cancelled` is set, is raised and
+    cancels what has not begun."""
+    try:
+        for future in as_completed(futures):
+            future.result()
+            if cancelled.is_set():
+                raise CancelledError
+            yield future
+    finally:
+        for future in futures:
+            future.cancel()
+
+
 def _run_copies(
     destinations: Sequence[Destination], source: WeightSource, device: torch.device, cancelled: threading.Event
 ) -> None:
-    """Fills every destination. The first error cancels what has not begun."""
+    """Fills every destination."""
     run_bytes = _RUN_BYTES[device.type]
     runs = [run for destination in destinations for run in _runs(destination, source, run_bytes)]
     total = sum(destination.target.nbytes for destination in destinations)
@@ -161,16 +185,9 @@ def _run_copies(
 
     with _pool() as pool:
         futures = {pool.submit(run_in_lane, copy): num_bytes for copy, num_bytes in runs}
-        try:
-            with log_progress_bar(logger, total=total, desc="loading weights", unit="B", unit_scale=True) as bar:
-                for future in as_completed(futures):
-                    future.result()
-                    bar.update(futures[future])
-                    if cancelled.is_set():
-                        raise CancelledError
-        finally:
-            for future in futures:
-                future.cancel()
+        with log_progress_bar(logger, total=total, desc="loading weights", unit="B", unit_scale=True) as bar:
+            for future in _completed(futures, cancelled):
+                bar.update(futures[future])
     for lane in lanes:
         lane.finish()
 
@@ -188,14 +205,15 @@ def _runs(
         yield partial(Lane.copy, source=source, name=destination.name, first=first * slab, part=part), part.nbytes
 
 
-def _fill_randomly(pool: ThreadPoolExecutor, targets: Mapping[str, torch.Tensor], seed: int) -> None:
+def _fill_randomly(targets: Mapping[str, torch.Tensor], seed: int, cancelled: threading.Event) -> None:
     """Weights that keep activations near unit size, the same for the same seed and kind of device."""
-    fillings = [
-        pool.submit(_fill_tensor, name, target, seed * len(targets) + index)
-        for index, (name, target) in enumerate(targets.items())
-    ]
-    for filling in fillings:
-        filling.result()
+    with _pool() as pool:
+        fillings = [
+            pool.submit(_fill_tensor, name, target, seed * len(targets) + index)
+            for index, (name, target) in enumerate(targets.items())
+        ]
+        for _ in _completed(fillings, cancelled):
+            pass
 
 
 def _fill_tensor(name: str, target: torch.Tensor, seed: int) -> None:

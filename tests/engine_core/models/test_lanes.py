@@ -1,5 +1,6 @@
 """Lanes fill tensors of any type and memory order from any source, with and without buffers in between."""
 
+import gc
 import sys
 import threading
 from concurrent.futures import CancelledError
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests.support.model_loading import CPU, model_config
 from tests.support.tiny_models import cached_tiny_model, make_tiny_model
+from tokenmill_engine.config.engine import LoadFormat
 from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.models.lanes import Lane
 from tokenmill_engine.models.loader import WeightLoading, build_model, load_weights
@@ -83,12 +85,26 @@ def test_errors_come_with_finish(tmp_path: Path) -> None:
         loading.finish()
 
 
-def test_loading_that_is_cancelled_stops() -> None:
-    config = model_config(cached_tiny_model("llama"))
-    cancelled = threading.Event()
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_loading_that_is_cancelled_stops(load_format: LoadFormat) -> None:
+    config = model_config(cached_tiny_model("llama"), load_format=load_format)
+    model, cancelled = build_model(config, CPU), threading.Event()
     cancelled.set()
     with pytest.raises(CancelledError):
-        load_weights(build_model(config, CPU), config, cancelled)
+        load_weights(model, config, cancelled)
+
+
+def test_no_lane_outlives_a_load() -> None:
+    """What they hold can be given back as soon as the weights are there."""
+    config = model_config(cached_tiny_model("llama"))
+    model = build_model(config, CPU)
+    gc.collect()
+    gc.disable()
+    try:
+        load_weights(model, config)
+        assert not any(type(each) is Lane for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def test_leaving_the_block_leaves_no_thread() -> None:
