@@ -40,18 +40,31 @@ class StepEntry:
         self.events = (_timed_event(), _timed_event()) if on_cuda else None
         """Start and end of the step on the device."""
         self.in_flight: StepTokens | None = None
+        self._is_abandoned = False
+        """The device was told to receive it, and no end of the step is known."""
 
     def begin(self) -> None:
-        """A step has the entry from now on. Waits for the one before, if that is still under way."""
+        """A step has the entry from now on. Waits until the device is done with the one before: for the end of a step
+        that is still under way; for all that is enqueued if that step failed once the device had been told of it."""
         if self.in_flight is not None:
             self.in_flight.fetch()
+        if self._is_abandoned and self.events is not None:
+            # Recorded here and not when the device is told, where every step would have to: failures may wait.
+            self.events[1].record()
+            self.events[1].synchronize()
+        self._is_abandoned = False
         if self.events is not None:
             self.events[0].record()
+
+    def send(self) -> None:
+        """The device was told to receive it."""
+        self._is_abandoned = True
 
     def finish(self, turn: int, num_samples: int) -> "StepTokens":
         """All of step number `turn` is enqueued; it reports `num_samples` tokens."""
         if self.events is not None:
             self.events[1].record()
+        self._is_abandoned = False
         self.in_flight = StepTokens(self, turn, num_samples)
         return self.in_flight
 
@@ -59,6 +72,7 @@ class StepEntry:
         """The entry of a step without requests."""
         self._headers[:] = 0
         self.in_flight = None
+        self._is_abandoned = False
 
     def write(self, plan: StepPlan, changes: Sequence[Write]) -> tuple[StepRows, list[Write]]:
         """Fill in the rows of `plan` and as many of the `changes` as fit.
@@ -159,7 +173,8 @@ class StepRing:
         return entry
 
     def count(self) -> int:
-        """The device was told to receive an entry. Returns the number of the step."""
+        """The device was told to receive the entry of `begin`. Returns the number of the step."""
+        self._entries[self._turn % NUM_ENTRIES].send()
         self._turn += 1
         return self._turn
 

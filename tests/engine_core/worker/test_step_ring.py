@@ -34,6 +34,32 @@ def step(ring: StepRing, tokens: list[int]) -> StepTokens:
     return entry.finish(turn, len(tokens))
 
 
+def fail_after_receiving(ring: StepRing) -> None:
+    """A step of which the device hears, but that goes no further."""
+    ring.begin().write(plan(3), [])
+    received, tables = torch.zeros(4 * NUM_ROWS + 1, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    exchange.receive(received, tables, ring.turn, ring.sent, ring.shape)
+    ring.count()
+
+
+class Event:
+    """A device's, which notes in `waits` that it is waited for."""
+
+    def __init__(self, waits: list[int], number: int) -> None:
+        self._waits, self._number = waits, number
+        self._is_recorded = False
+
+    def record(self) -> None:
+        self._is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self._is_recorded
+        self._waits.append(self._number)
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
 def test_results_stay_when_their_entries_are_used_again() -> None:
     ring = StepRing(NUM_ROWS, CPU)
     expected = [[number] * (1 + number % NUM_ROWS) for number in range(3 * NUM_ENTRIES)]
@@ -53,13 +79,30 @@ def test_a_step_that_fails_before_it_is_received_changes_nothing() -> None:
 def test_a_step_that_fails_after_it_was_received_costs_its_entry_alone() -> None:
     ring = StepRing(NUM_ROWS, CPU)
     first = step(ring, [1])
-    ring.begin().write(plan(3), [])
-    received, tables = torch.zeros(4 * NUM_ROWS + 1, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
-    exchange.receive(received, tables, ring.turn, ring.sent, ring.shape)
-    ring.count()
+    fail_after_receiving(ring)
     second = step(ring, [2, 3])
     assert first.wait()[0].tolist() == [1]
     assert second.wait()[0].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("is_received", [False, True])
+def test_an_entry_is_not_written_while_the_device_may_read_it(
+    monkeypatch: pytest.MonkeyPatch, is_received: bool
+) -> None:
+    """That of a failed step comes to its next turn without a result that could be waited for."""
+    ring, waits = StepRing(NUM_ROWS, CPU), list[int]()
+    for number, entry in enumerate(ring._entries):
+        monkeypatch.setattr(entry, "events", (Event(waits, number), Event(waits, number)))
+    if is_received:
+        fail_after_receiving(ring)
+    else:
+        ring.begin().write(plan(3), [])
+    for tokens in range(NUM_ENTRIES - is_received):
+        step(ring, [tokens]).wait()
+    waits.clear()
+    for _ in range(2):
+        ring.begin()
+    assert waits == [0] * is_received
 
 
 def test_an_answer_to_another_step_is_noticed() -> None:
