@@ -49,8 +49,8 @@ async def send_all(
     async def send_next() -> None:
         nonlocal num_unparsed_bytes
         for job, record in waiting:
-            delay_s = start_s + job.offset_s - time.perf_counter()
-            if delay_s > 0:
+            # Timers of the loop count whole milliseconds of a clock that may lag behind: they may come too early.
+            while (delay_s := start_s + job.offset_s - time.perf_counter()) > 0:
                 await asyncio.sleep(delay_s)
             sink = await client.stream(endpoint, job.body, record)
             if num_unparsed_bytes + sink.num_bytes > _MAX_UNPARSED_BYTES:

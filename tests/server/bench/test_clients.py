@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 
 import psutil
 import pytest
+import uvloop
 
 from tests.support.scripted_server import DONE, Reply, Script, ScriptedServer, text_event
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_server.bench import clients
 from tokenmill_server.bench.client_process import Target
 from tokenmill_server.bench.clients import Run, default_processes, run_load
-from tokenmill_server.bench.load import Job
+from tokenmill_server.bench.http_client import HttpClient
+from tokenmill_server.bench.load import Job, send_all
 
 Start = Callable[[Script], ScriptedServer]
 
@@ -51,6 +53,22 @@ def test_every_job_is_sent_once_within_the_limit(scripted_server: Start, process
     assert 3 * 0.05 <= run.duration_s <= time.perf_counter() - started
     assert num_reported <= 20
     assert {seen.headers["x-team"] for seen in server.seen} == {"a"}
+
+
+def test_nothing_is_sent_before_its_time(scripted_server: Start) -> None:
+    """Not by the fraction of a millisecond that the timers of the loop do not count either."""
+    server = scripted_server(echo(0.0))
+    offsets_s = [0.0034 * index for index in range(20)]
+
+    async def lateness_s() -> list[float]:
+        client = HttpClient(server.url, {})
+        start_s = time.perf_counter()
+        names = [f"p{index}" for index in range(20)]
+        records = await send_all(client, "/v1/completions", jobs(names, offsets_s), None, start_s, lambda: None)
+        client.close()
+        return [record.start_s - start_s - offset_s for record, offset_s in zip(records, offsets_s, strict=True)]
+
+    assert min(uvloop.run(lateness_s())) >= 0
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -126,7 +126,7 @@ def test_request_rate_spreads_arrivals(scripted_server: Start, tmp_path: Path) -
     result = run_to_json(bench_for(server, num_prompts=20, request_rate=40.0, burstiness=50.0), tmp_path)
     arrivals = sorted(seen.arrived_s for seen in posts(server))
     assert arrivals[-1] - arrivals[0] >= 0.25  # 0.475, but the first may be late on a busy machine
-    assert result["duration"] >= 0.495  # timers count whole milliseconds
+    assert result["duration"] >= 0.5 - 1e-6
     assert result["request_rate"] == 40.0
 
 
