@@ -2,6 +2,7 @@
 
 Container images often hold none and forbid Python to write them (PYTHONDONTWRITEBYTECODE), or lie on file systems that
 cannot be written. Then every process compiles the thousand modules of torch anew, which takes longer than to run them.
+Who sets PYTHONPYCACHEPREFIX, even to nothing, has chosen a place, and all of Python's settings hold as they are.
 """
 
 import importlib.util
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tokenmill_engine.config.cache_dir import cache_dir
 
+_CHOSEN_PLACE = "PYTHONPYCACHEPREFIX"
 _LARGEST = "torch"
 """The package that stands for all."""
 
@@ -19,7 +21,7 @@ _LARGEST = "torch"
 def keep_bytecode() -> None:
     """Lets this process and its children keep compiled modules in `bytecode` in the cache directory, if they would be
     compiled again at every start."""
-    directory = _own_place()
+    directory = _own_place(os.environ)
     if directory is not None:
         sys.pycache_prefix, sys.dont_write_bytecode = directory, False
         _let_children_keep(os.environ, directory)
@@ -28,20 +30,20 @@ def keep_bytecode() -> None:
 def bytecode_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` for a child that keeps its compiled modules as `keep_bytecode` says, whatever this process does."""
     result = dict(environment)
-    directory = _own_place()
+    directory = _own_place(environment)
     if directory is not None:
         _let_children_keep(result, directory)
     return result
 
 
 def _let_children_keep(environment: MutableMapping[str, str], directory: str) -> None:
-    environment["PYTHONPYCACHEPREFIX"] = directory
+    environment[_CHOSEN_PLACE] = directory
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def _own_place() -> str | None:
+def _own_place(environment: Mapping[str, str]) -> str | None:
     """Where to keep bytecode; None if it is kept elsewhere or cannot be kept."""
-    if sys.pycache_prefix is not None or _is_kept_in_place():
+    if sys.pycache_prefix is not None or _CHOSEN_PLACE in environment or _is_kept_in_place():
         return None
     try:
         directory = cache_dir() / "bytecode"

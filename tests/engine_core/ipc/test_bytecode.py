@@ -66,6 +66,12 @@ def test_a_place_that_was_chosen_stays(site: Path, tmp_path: Path) -> None:
     assert run(site, tmp_path / "cache", PYTHONPYCACHEPREFIX=chosen) == [chosen, "False", chosen]
 
 
+def test_an_empty_choice_keeps_nothing(site: Path, tmp_path: Path) -> None:
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
+    assert run(site, tmp_path / "cache", **variables) == ["None", "True", "None"]
+    assert not kept(tmp_path)
+
+
 def test_without_a_usable_cache_directory_nothing_changes(site: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert run(site, tmp_path / "file", PYTHONDONTWRITEBYTECODE="1") == ["None", "True", "None"]

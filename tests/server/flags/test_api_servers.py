@@ -4,23 +4,20 @@ from tokenmill_server.flags.api_servers import default_api_servers
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "num_engines", "limit", "count"),
+    ("num_cpus", "num_engines", "count"),
     [
-        (1, 1, None, 1),
-        (2, 1, None, 1),
-        (7, 1, None, 1),
-        (8, 1, None, 2),
-        (16, 1, None, 4),
-        (64, 1, None, 4),
-        (64, 8, None, 16),
-        (16, 8, None, 4),
-        (64, 8, 1, 1),
-        (16, 1, 3, 3),
-        (2, 1, 3, 1),
+        (1, 1, 1),
+        (2, 1, 1),
+        (7, 1, 1),
+        (8, 1, 2),
+        (16, 1, 4),
+        (64, 1, 4),
+        (64, 8, 16),
+        (16, 8, 4),
     ],
 )
-def test_gpu(num_cpus: int, num_engines: int, limit: int | None, count: int) -> None:
-    assert default_api_servers(num_cpus, num_engines, computes_on_cpu=False, limit=limit) == count
+def test_gpu(num_cpus: int, num_engines: int, count: int) -> None:
+    assert default_api_servers(num_cpus, num_engines, computes_on_cpu=False) == count
 
 
 def test_cpu() -> None:
