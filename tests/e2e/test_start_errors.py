@@ -78,7 +78,7 @@ def test_weights_of_another_shape(model: Path) -> None:
 
 
 def test_attention_backend_of_another_device(model: Path) -> None:
-    last = check_refused("needs an NVIDIA GPU", str(model), "--attention-backend", "TRITON_ATTN")
+    last = check_refused("needs an NVIDIA GPU", str(model), "--attention-backend", "triton")
     assert last.endswith("use --attention-backend auto or native")
 
 

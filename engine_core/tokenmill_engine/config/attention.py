@@ -1,10 +1,11 @@
 """Attention backends by name, and which of them can serve a model on a device. Torch-free: checked before loading.
 
-vLLM's names are understood where there is a counterpart. `auto` takes what measurements favour: the kernels that are
-built in for the device.
+vLLM's names ask for their counterparts, where there are none for the default. `auto` takes what measurements favour:
+the kernels that are built in for the device.
 """
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -14,42 +15,44 @@ from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.engine import DtypeName
 from tokenmill_engine.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 AttentionBackendName = Literal["triton", "native", "flash-attn-4"]
 
 ATTENTION_BACKENDS: tuple[AttentionBackendName, ...] = ("triton", "native", "flash-attn-4")
 
-VLLM_NAMES: MappingProxyType[str, str] = MappingProxyType(
-    {
-        "triton-attn": "triton",
-        "triton-attn-vllm-v1": "triton",
-        "flash-attn": "flash-attn-4",
-        "flash-attn-vllm-v1": "flash-attn-4",
-        "cpu-attn": "native",
-        "torch-sdpa": "native",
-        "torch-sdpa-vllm-v1": "native",
-        "xformers": "auto",
-    }
+_VLLM_COUNTERPARTS: dict[str, AttentionBackendName] = {
+    "triton-attn": "triton",
+    "flash-attn": "flash-attn-4",
+    "cpu-attn": "native",
+    "torch-sdpa": "native",
+}
+_VLLM_OTHERS = (
+    *("flashinfer", "flex-attention", "tree-attn", "xformers", "flash-attn-diffkv", "turboquant", "custom"),
+    *("no-attention", "dual-chunk-flash-attn", "differential-flash-attn", "block-sparse-flash-attn"),
+    *("flashmla", "flashmla-sparse", "flashinfer-mla", "flashinfer-mla-sparse", "flash-attn-mla", "cutlass-mla"),
+    *("triton-mla", "triton-mla-sparse", "xpu-mla-sparse", "rocm-flash", "rocm-attn", "rocm-aiter-fa"),
+    *("rocm-aiter-unified-attn", "rocm-aiter-mla", "rocm-aiter-mla-sparse", "rocm-aiter-triton-mla"),
+    *("ipex", "openvino", "pallas", "hpu-attn"),
 )
-"""vLLM's names, in lower case with dashes, and what serves in their place."""
+VLLM_NAMES: MappingProxyType[str, AttentionBackendName | None] = MappingProxyType(
+    {**_VLLM_COUNTERPARTS, **dict.fromkeys(_VLLM_OTHERS)}
+)
+"""Names of vLLM, of today and earlier, in lower case with dashes, and the counterpart here, if there is one."""
 
-RETIRED_NAMES = frozenset({"xformers"})
-"""Names of what no longer exists; asking for it changes nothing."""
-
+_VLLM_SUFFIX = "-vllm-v1"
 _MAX_FLASH_HEAD_DIM = 256
 _FLASH_CAPABILITIES = range(8, 13)
 
 
 def parse_attention_backend(value: object) -> str:
-    """A backend's name as `ATTENTION_BACKENDS` spells it, `auto`, or one of `RETIRED_NAMES`, from any spelling.
+    """A backend's name as `ATTENTION_BACKENDS` spells it, `auto`, or a key of `VLLM_NAMES`, from any spelling.
 
     Raises:
         ValueError: nothing has this name; completes "must be ...".
     """
-    name = value.strip().lower().replace("_", "-") if isinstance(value, str) else ""
-    if name in RETIRED_NAMES:
-        return name
-    name = VLLM_NAMES.get(name, name)
-    if name not in ("auto", *ATTENTION_BACKENDS):
+    name = value.strip().lower().replace("_", "-").removesuffix(_VLLM_SUFFIX) if isinstance(value, str) else ""
+    if name not in ("auto", *ATTENTION_BACKENDS, *VLLM_NAMES):
         raise ValueError(f"one of auto, {', '.join(ATTENTION_BACKENDS)}")
     return name
 
@@ -59,10 +62,22 @@ def resolve_attention_backend(
 ) -> AttentionBackendName:
     """The backend to use for a result of `parse_attention_backend`, which came from `origin`.
 
+    A name of vLLM never ends a start: where nothing here answers to it, one warning names what is used.
+
     Raises:
-        ConfigError: the one that is asked for cannot serve; the message lists every reason and what can.
+        ConfigError: the one of ours that is asked for cannot serve; the message lists every reason and what can.
     """
     built_in: AttentionBackendName = "native" if device.kind == "cpu" else "triton"
+    if requested in VLLM_NAMES:
+        counterpart = VLLM_NAMES[requested]
+        obstacles = ["there is none here"]
+        if counterpart is not None:
+            obstacles = [f"{counterpart}: {text}" for text in _obstacles(counterpart, device, head_dim, dtype)]
+        if counterpart is not None and not obstacles:
+            return counterpart
+        name = requested.upper().replace("-", "_")
+        logger.warning("%s %s is replaced by %s (%s)", origin, name, built_in, "; ".join(obstacles))
+        return built_in
     for name in ATTENTION_BACKENDS:
         if name != requested:
             continue

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
-from tokenmill_engine.config.attention import RETIRED_NAMES, resolve_attention_backend
+from tokenmill_engine.config.attention import resolve_attention_backend
 from tokenmill_engine.config.device import DeviceInfo, cpu_threads, detect_device, resolve_dtype, usable_cpus
 from tokenmill_engine.config.engine import (
     CacheConfig,
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _LARGE_DEVICE_BYTES = 70 * _GIB
+_SHORTEST_STEP_MS = 1.0
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -187,6 +188,13 @@ def _scheduler_config(values: FlagValues, device: DeviceInfo, *, offline: bool) 
             f"--max-num-seqs {max_num_seqs} is more than --max-num-batched-tokens {max_num_batched_tokens}, so not "
             f"every sequence could get a token per step; use at most --max-num-seqs {max_num_batched_tokens}"
         )
+    target_ms = values["target_itl_ms"]
+    if target_ms is not None and target_ms < _SHORTEST_STEP_MS:
+        logger.warning(
+            "%s is shorter than the steps of nearly every model and device: running streams will not keep it, "
+            "and prompts get the fewest tokens per step; the unit is milliseconds",
+            values.stated("target_itl_ms"),
+        )
     return SchedulerConfig(
         **_section(
             values,
@@ -201,8 +209,6 @@ def _scheduler_config(values: FlagValues, device: DeviceInfo, *, offline: bool) 
 def _device_config(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName) -> DeviceConfig:
     threads = max(1, cpu_threads() // values["data_parallel_size"]) if device.kind == "cpu" else 1
     requested, origin = values["attention_backend"], values.written("attention_backend")
-    if requested in RETIRED_NAMES:
-        logger.warning("%s: %s is no more, the default attention backend takes its place", origin, requested)
     backend = resolve_attention_backend(requested, origin, device, files.architecture.head_dim, dtype)
     return DeviceConfig(**_section(values, "device", kind=device.kind, num_threads=threads, attention_backend=backend))
 

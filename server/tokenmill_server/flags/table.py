@@ -336,7 +336,8 @@ _DEVICE = (
         parse_attention_backend,
         "auto",
         "Kernels that compute attention: triton (GPU), native (CPU), flash-attn-4 (prompts on a GPU by the Python "
-        "package of that name) or auto, the fastest measured among those that need no package. vLLM's names work too",
+        "package of that name) or auto, the fastest measured among those that need no package. vLLM's names mean their "
+        "counterparts, or auto where there is none",
         "device.attention_backend",
         metavar="BACKEND",
         env=(EnvAlias("VLLM_ATTENTION_BACKEND"),),

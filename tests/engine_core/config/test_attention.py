@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from tokenmill_engine.config.attention import (
-    ATTENTION_BACKENDS,
-    VLLM_NAMES,
     parse_attention_backend,
     resolve_attention_backend,
 )
@@ -34,33 +32,66 @@ def flash_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("auto", "auto"),
         ("Triton", "triton"),
-        ("TRITON_ATTN", "triton"),
-        ("triton_attn_vllm_v1", "triton"),
-        ("FLASH_ATTN", "flash-attn-4"),
+        ("TRITON_ATTN", "triton-attn"),
+        ("triton_attn_vllm_v1", "triton-attn"),
+        ("FLASH_ATTN", "flash-attn"),
         (" flash_attn_4 ", "flash-attn-4"),
-        ("TORCH_SDPA", "native"),
-        ("CPU_ATTN", "native"),
-        ("XFORMERS", "xformers"),
+        ("FLASHINFER_VLLM_V1", "flashinfer"),
+        ("ROCM_FLASH", "rocm-flash"),
     ],
 )
 def test_names(text: str, name: str) -> None:
     assert parse_attention_backend(text) == name
 
 
-@pytest.mark.parametrize("value", ["FLASHINFER", "FLEX_ATTENTION", "CUTLASS_MLA", "", 3, None])
+@pytest.mark.parametrize("value", ["FLASHINFERNO", "native_vllm_v2", "", 3, None])
 def test_unknown_names(value: object) -> None:
     with pytest.raises(ValueError, match=r"^one of auto, triton, native, flash-attn-4$"):
         parse_attention_backend(value)
 
 
-def test_names_of_vllm_lead_somewhere() -> None:
-    assert set(VLLM_NAMES.values()) <= {"auto", *ATTENTION_BACKENDS}
-
-
 @pytest.mark.parametrize(("device", "name"), [(CPU, "native"), (H100, "triton"), (T4, "triton")])
-@pytest.mark.parametrize("requested", ["auto", "xformers"])
-def test_the_default_follows_from_the_device(requested: str, device: DeviceInfo, name: str) -> None:
+def test_the_default_follows_from_the_device(device: DeviceInfo, name: str) -> None:
+    assert resolve_attention_backend("auto", "", device, 128, "bfloat16") == name
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize(
+    ("requested", "device", "name"),
+    [
+        ("triton-attn", H100, "triton"),
+        ("flash-attn", H100, "flash-attn-4"),
+        ("cpu-attn", CPU, "native"),
+        ("torch-sdpa", CPU, "native"),
+    ],
+)
+def test_names_of_vllm_mean_their_counterparts(
+    requested: str, device: DeviceInfo, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert resolve_attention_backend(requested, "", device, 128, "bfloat16") == name
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "message"),
+    [
+        ("flashinfer", H100, "--x FLASHINFER is replaced by triton (there is none here)"),
+        ("rocm-flash", CPU, "--x ROCM_FLASH is replaced by native (there is none here)"),
+        ("triton-attn", CPU, "--x TRITON_ATTN is replaced by native (triton: it needs an NVIDIA GPU)"),
+        ("torch-sdpa", H100, "--x TORCH_SDPA is replaced by triton (native: it runs on a CPU only)"),
+        (
+            "flash-attn",
+            H100,
+            "--x FLASH_ATTN is replaced by triton (flash-attn-4: the Python package flash-attn-4 is not installed)",
+        ),
+    ],
+)
+def test_names_of_vllm_that_nothing_answers_to(
+    requested: str, device: DeviceInfo, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = resolve_attention_backend(requested, "--x", device, 128, "bfloat16")
+    assert f"replaced by {backend} " in message
+    assert [record.getMessage() for record in caplog.records] == [message]
 
 
 @pytest.mark.usefixtures("flash_attention")

@@ -119,6 +119,13 @@ def test_a_budget_is_explicit_wherever_it_was_given(tmp_path: Path) -> None:
     assert (scheduler.explicit_budget, scheduler.target_itl_ms) == (False, None)
 
 
+@pytest.mark.parametrize(("value", "is_told"), [("1e-9", True), ("0.05", True), ("1", False), ("40", False)])
+def test_a_target_that_no_step_keeps(value: str, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert configure("--target-itl-ms", value).engine.scheduler.target_itl_ms == float(value)
+    assert (f"--target-itl-ms {float(value)} is shorter than" in caplog.text) is is_told
+
+
 @pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "fast", "40ms"])
 def test_a_target_is_a_positive_time(value: str) -> None:
     with pytest.raises(ConfigError, match=r"--target-itl-ms must be a number above 0; got"):
@@ -206,9 +213,9 @@ def test_attention_backend(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("TRITON_ATTN", "asks for triton, which cannot serve this model here: it needs an NVIDIA GPU; use "),
+        ("triton", "asks for triton, which cannot serve this model here: it needs an NVIDIA GPU; use "),
         ("flash-attn-4", "flash-attn-4 is not installed; use --attention-backend auto or native"),
-        ("FLASHINFER", "must be one of auto, triton, native, flash-attn-4; got 'FLASHINFER'"),
+        ("FLASHINFERNO", "must be one of auto, triton, native, flash-attn-4; got 'FLASHINFERNO'"),
     ],
 )
 def test_attention_backends_that_cannot_serve(text: str, message: str) -> None:
@@ -220,10 +227,20 @@ def test_attention_backends_that_cannot_serve(text: str, message: str) -> None:
         configure(VLLM_ATTENTION_BACKEND=text)
 
 
-def test_an_attention_backend_that_is_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert configure(VLLM_ATTENTION_BACKEND="XFORMERS") == configure()
-    assert "VLLM_ATTENTION_BACKEND: xformers is no more" in caplog.text
+@pytest.mark.parametrize("text", ["FLASHINFER", "FLASH_ATTN", "XFORMERS", "ROCM_FLASH"])
+def test_attention_backends_that_only_vllm_has(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    in_call = FlagValues()
+    offer_keywords(in_call, {"device": "cpu", "attention_backend": text}, "LLM")
+    written = read_flags(["--device", "cpu", "--attention-backend", text], {})
+    in_environment = read_flags(["--device", "cpu"], {"VLLM_ATTENTION_BACKEND": text})
+    for values in (in_call, written, in_environment):
+        origin = values.written("attention_backend")
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert build_configuration(values).engine.device == configure().engine.device
+        warnings = [record.getMessage() for record in caplog.records if "replaced" in record.getMessage()]
+        assert len(warnings) == 1
+        assert warnings[0].startswith(f"{origin} {text} is replaced by native (")
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_missing_file_and_two_files(tmp_path: Path) -> None:
         ({"VLLM_API_KEY": "a,b"}, "api_key", ("a", "b")),
         ({"TOKENMILL_API_KEY": "t", "VLLM_API_KEY": "v"}, "api_key", ("t",)),
         ({"VLLM_LOGGING_LEVEL": "debug"}, "log_level", "DEBUG"),
-        ({"VLLM_ATTENTION_BACKEND": "TRITON_ATTN"}, "attention_backend", "triton"),
+        ({"VLLM_ATTENTION_BACKEND": "TRITON_ATTN"}, "attention_backend", "triton-attn"),
         ({"TOKENMILL_ATTENTION_BACKEND": "auto", "VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}, "attention_backend", "auto"),
         ({"VLLM_LOG_STATS_INTERVAL": "2.5"}, "log_stats_interval", 2.5),
         ({"VLLM_CPU_KVCACHE_SPACE": "4"}, "kv_cache_memory_bytes", 4 * 2**30),
