@@ -18,9 +18,9 @@ from tests.support.tiny_models import make_tiny_model, tiny_config, tiny_weights
 pytestmark = pytest.mark.slow
 
 
-def check_refused(message: str, *arguments: str) -> str:
+def check_refused(message: str, *arguments: str, env: dict[str, str] | None = None) -> str:
     """The last line, which must hold `message`."""
-    done = run_serve("--device", "cpu", "--port", "0", *arguments)
+    done = run_serve("--device", "cpu", "--port", "0", *arguments, env=env)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("tokenmill: error: ")
@@ -80,6 +80,13 @@ def test_weights_of_another_shape(model: Path) -> None:
 def test_attention_backend_of_another_device(model: Path) -> None:
     last = check_refused("needs an NVIDIA GPU", str(model), "--attention-backend", "triton")
     assert last.endswith("use --attention-backend auto or native")
+
+
+def test_cpu_kernels_that_are_asked_for_and_missing(model: Path, tmp_path: Path) -> None:
+    check_refused("not in float16; use --attention", str(model), "--attention-backend", "native", "--dtype", "float16")
+    env = {"CXX": "no-such-compiler", "TOKENMILL_CACHE_DIR": str(tmp_path / "cache")}
+    last = check_refused("no C++ compiler found", str(model), "--attention-backend", "native", env=env)
+    assert "with --attention-backend auto" in last
 
 
 def test_missing_tokenizer(model: Path) -> None:

@@ -196,8 +196,10 @@ def start_server(
             server.close()
 
 
-def run_serve(*arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
-    """`tokenmill serve` that is expected to end by itself."""
+def run_serve(
+    *arguments: str, timeout_s: float = 60, env: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """`tokenmill serve` that is expected to end by itself, with `env` added to the environment."""
     return subprocess.run(
         [sys.executable, "-m", "tokenmill", "serve", *arguments],
         capture_output=True,
@@ -205,6 +207,7 @@ def run_serve(*arguments: str, timeout_s: float = 60) -> "subprocess.CompletedPr
         timeout=timeout_s,
         check=False,
         stdin=subprocess.DEVNULL,
+        env={**os.environ, **(env or {})},
     )
 
 

@@ -59,10 +59,12 @@ def parse_attention_backend(value: object) -> str:
 
 def resolve_attention_backend(
     requested: str, origin: str, device: DeviceInfo, head_dim: int, dtype: DtypeName
-) -> AttentionBackendName:
+) -> AttentionBackendName | Literal["auto"]:
     """The backend to use for a result of `parse_attention_backend`, which came from `origin`.
 
-    A name of vLLM never ends a start: where nothing here answers to it, one warning names what is used.
+    `auto` stays: it alone lets PyTorch's operators serve where the C++ library cannot. What is asked for by a name of
+    vLLM never ends a start: what is built in becomes `auto` too, and where nothing here answers to the name, one
+    warning says what is used.
 
     Raises:
         ConfigError: the one of ours that is asked for cannot serve; the message lists every reason and what can.
@@ -70,6 +72,8 @@ def resolve_attention_backend(
     built_in: AttentionBackendName = "native" if device.kind == "cpu" else "triton"
     if requested in VLLM_NAMES:
         counterpart = VLLM_NAMES[requested]
+        if counterpart == built_in:
+            return "auto"
         obstacles = ["there is none here"]
         if counterpart is not None:
             obstacles = [f"{counterpart}: {text}" for text in _obstacles(counterpart, device, head_dim, dtype)]
@@ -77,7 +81,7 @@ def resolve_attention_backend(
             return counterpart
         name = requested.upper().replace("-", "_")
         logger.warning("%s %s is replaced by %s (%s)", origin, name, built_in, "; ".join(obstacles))
-        return built_in
+        return "auto"
     for name in ATTENTION_BACKENDS:
         if name != requested:
             continue
@@ -89,7 +93,7 @@ def resolve_attention_backend(
             f"{origin} asks for {name}, which cannot serve this model here: {'; '.join(obstacles)}; "
             f"use --attention-backend {' or '.join(['auto', *able])}"
         )
-    return built_in
+    return "auto"
 
 
 def _obstacles(name: AttentionBackendName, device: DeviceInfo, head_dim: int, dtype: DtypeName) -> Iterator[str]:
@@ -97,6 +101,8 @@ def _obstacles(name: AttentionBackendName, device: DeviceInfo, head_dim: int, dt
     if name == "native":
         if device.kind != "cpu":
             yield "it runs on a CPU only"
+        if dtype == "float16":
+            yield "it computes in float32 or bfloat16, not in float16"
         return
     if device.kind != "cuda":
         yield "it needs an NVIDIA GPU"

@@ -42,10 +42,10 @@ class DenseDecoder:
 
     def __init__(self, config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None) -> None:
         """`attention` computes the attention of all layers; by default what is built in for the device."""
-        self._attention = attention or built_in(device)
         architecture = config.architecture
         self.architecture = architecture
         self.dtype = TORCH_DTYPES[config.dtype]
+        self._attention = attention or built_in(device, self.dtype)
         self.device = device
         self.kv_specs = tuple(
             KVSpec("full", architecture.num_kv_heads, architecture.head_dim, config.dtype, window)

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill_engine.attention.backend import AttentionBackend, BuiltInAttention
+from tokenmill_engine.attention.backend import AttentionBackend
+from tokenmill_engine.attention.selection import attention_backend
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
@@ -30,11 +31,12 @@ class CpuBackend:
     loads_beside = False
 
     def __init__(self, config: EngineConfig) -> None:
+        """Raises StartupError if the attention backend that is asked for by name cannot serve."""
         self.device = torch.device("cpu")
         self._config = config
         dtype = TORCH_DTYPES[config.model.dtype]
-        native = library.load() is not None and dtype in library.DTYPE_CODES
-        self.attention: AttentionBackend = BuiltInAttention("native" if native else "torch")
+        self.attention: AttentionBackend = attention_backend(config.device.attention_backend, self.device, dtype)
+        native = self.attention.name == "native"
         if native:
             library.set_num_threads(config.device.num_threads)
         # Beside the library's threads torch's own would only get in the way: they spin while they wait for work.

@@ -43,7 +43,9 @@ class CudaBackend:
     def __init__(self, config: EngineConfig, device_index: int) -> None:
         keep_compiled_kernels()
         self.device = torch.device("cuda", device_index)
-        self.attention = attention_backend(config.device.attention_backend, self.device)
+        self.attention = attention_backend(
+            config.device.attention_backend, self.device, TORCH_DTYPES[config.model.dtype]
+        )
         torch.cuda.set_device(self.device)
         torch.set_num_threads(1)
         self._config = config

@@ -174,15 +174,33 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 @cache
+def _open() -> ctypes.CDLL | str:
+    """The library without its signatures, built first if need be; or why there is none."""
+    try:
+        return ctypes.CDLL(str(build()))
+    except (BuildError, OSError) as error:
+        return str(error)
+
+
+def obstacle(dtype: torch.dtype) -> str | None:
+    """Why the library cannot compute with `dtype` here; None if it can."""
+    if dtype not in DTYPE_CODES:
+        return f"they compute in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    library = _open()
+    return library if isinstance(library, str) else None
+
+
+@cache
 def load() -> ctypes.CDLL | None:
     """The library, built first if need be, with as many threads as this process may use processors; None without it.
 
     Its functions are attributes: `load().tokenmill_linear(...)`. They release the GIL.
     """
-    try:
-        library = ctypes.CDLL(str(build()))
-    except (BuildError, OSError) as error:
-        logger.warning("CPU kernels are not available, PyTorch operators do their work several times slower: %s", error)
+    library = _open()
+    if isinstance(library, str):
+        logger.warning(
+            "CPU kernels are not available, PyTorch operators do their work several times slower: %s", library
+        )
         return None
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, f"tokenmill_{name}")

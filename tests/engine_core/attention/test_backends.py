@@ -19,6 +19,7 @@ from tokenmill_engine.errors import StartupError
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.loader import load_weights
 from tokenmill_kernels import ops
+from tokenmill_kernels.cpu import library
 
 QWEN_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 FLASH_ATTENTION = '''
@@ -60,7 +61,7 @@ class Recorder:
     def attend(self, layer: LayerInputs, batch: ForwardBatch) -> torch.Tensor:
         assert layer.shape in batch.plans
         self.attended.append(layer.shape)
-        return built_in(CPU).attend(layer, batch)
+        return built_in(CPU, torch.float32).attend(layer, batch)
 
 
 def load(folder: Path, backend: Any) -> DenseDecoder:
@@ -100,16 +101,37 @@ def test_a_step_is_planned_once_for_each_shape() -> None:
 
 
 def test_selection_by_name() -> None:
-    assert attention_backend("auto", CPU) == attention_backend("native", CPU) == built_in(CPU)
-    assert built_in(CPU).name in ("native", "torch")
-    assert built_in(torch.device("cuda")) == attention_backend("triton", torch.device("cuda"))
-    assert attention_backend("triton", torch.device("cuda")) == BuiltInAttention("triton")
+    native = BuiltInAttention("native")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert attention_backend("auto", CPU, dtype) == attention_backend("native", CPU, dtype) == native
+        assert built_in(CPU, dtype) == native
+    cuda, triton = torch.device("cuda"), BuiltInAttention("triton")
+    assert built_in(cuda, torch.float16) == attention_backend("triton", cuda, torch.float16) == triton
+
+
+def test_torch_serves_where_the_library_cannot_unless_the_library_is_asked_for() -> None:
+    assert attention_backend("auto", CPU, torch.float16) == built_in(CPU, torch.float16) == BuiltInAttention("torch")
+    with pytest.raises(StartupError, match=r"native needs .*, not in float16; with --attention-backend auto"):
+        attention_backend("native", CPU, torch.float16)
+
+
+def test_a_library_that_is_asked_for_and_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    for cached in (library._open, library.load):
+        cached.cache_clear()
+        request.addfinalizer(cached.cache_clear)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TOKENMILL_CACHE_DIR", str(tmp_path))
+    with pytest.raises(StartupError, match=r"native needs .*: no C\+\+ compiler found .*--attention-backend auto"):
+        attention_backend("native", CPU, torch.float32)
+    assert attention_backend("auto", CPU, torch.float32) == BuiltInAttention("torch")
 
 
 def test_a_missing_package_is_a_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmill_engine.attention.flash_attention._MODULE", "flash_attn_that_is_nowhere")
     with pytest.raises(StartupError, match=r"flash-attn-4 cannot be imported .*use --attention-backend triton"):
-        attention_backend("flash-attn-4", CPU)
+        attention_backend("flash-attn-4", CPU, torch.float32)
 
 
 @pytest.mark.parametrize("window", [None, 9])

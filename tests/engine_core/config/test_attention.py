@@ -50,19 +50,20 @@ def test_unknown_names(value: object) -> None:
         parse_attention_backend(value)
 
 
-@pytest.mark.parametrize(("device", "name"), [(CPU, "native"), (H100, "triton"), (T4, "triton")])
-def test_the_default_follows_from_the_device(device: DeviceInfo, name: str) -> None:
-    assert resolve_attention_backend("auto", "", device, 128, "bfloat16") == name
+@pytest.mark.parametrize("device", [CPU, H100, T4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_default_is_no_backend_that_was_asked_for(device: DeviceInfo, dtype: DtypeName) -> None:
+    assert resolve_attention_backend("auto", "", device, 128, dtype) == "auto"
 
 
 @pytest.mark.usefixtures("flash_attention")
 @pytest.mark.parametrize(
     ("requested", "device", "name"),
     [
-        ("triton-attn", H100, "triton"),
+        ("triton-attn", H100, "auto"),
         ("flash-attn", H100, "flash-attn-4"),
-        ("cpu-attn", CPU, "native"),
-        ("torch-sdpa", CPU, "native"),
+        ("cpu-attn", CPU, "auto"),
+        ("torch-sdpa", CPU, "auto"),
     ],
 )
 def test_names_of_vllm_mean_their_counterparts(
@@ -89,8 +90,7 @@ def test_names_of_vllm_mean_their_counterparts(
 def test_names_of_vllm_that_nothing_answers_to(
     requested: str, device: DeviceInfo, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = resolve_attention_backend(requested, "--x", device, 128, "bfloat16")
-    assert f"replaced by {backend} " in message
+    assert resolve_attention_backend(requested, "--x", device, 128, "bfloat16") == "auto"
     assert [record.getMessage() for record in caplog.records] == [message]
 
 
@@ -113,11 +113,18 @@ def test_what_is_asked_for_is_taken_if_it_can_serve() -> None:
             "bfloat16",
             "it runs on a CPU only; use --attention-backend auto or triton or flash-attn-4",
         ),
+        (
+            "native",
+            CPU,
+            128,
+            "float16",
+            "it computes in float32 or bfloat16, not in float16; use --attention-backend auto",
+        ),
         ("flash-attn-4", H100, 128, "float32", "not in float32; use --attention-backend auto or triton"),
         ("flash-attn-4", H100, 100, "float16", "up to 256, these have 100; use --attention-backend auto or triton"),
         ("flash-attn-4", H100, 264, "float16", "up to 256, these have 264; use --attention-backend auto or triton"),
         ("flash-attn-4", T4, 128, "float16", "compute capability 7.5; use --attention-backend auto or triton"),
-        ("flash-attn-4", CPU, 128, "float16", "needs an NVIDIA GPU; use --attention-backend auto or native"),
+        ("flash-attn-4", CPU, 128, "bfloat16", "needs an NVIDIA GPU; "),
     ],
 )
 def test_refused_with_the_reason_and_what_can_serve(

@@ -191,10 +191,12 @@ def test_engine_cores_on_the_cpu_share_one_api_server(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "kind", "name"),
     [
-        ("auto", "cpu", "native"),
-        ("auto", "cuda", "triton"),
-        ("TORCH_SDPA", "cpu", "native"),
-        ("TRITON_ATTN", "cuda", "triton"),
+        ("auto", "cpu", "auto"),
+        ("auto", "cuda", "auto"),
+        ("native", "cpu", "native"),
+        ("triton", "cuda", "triton"),
+        ("TORCH_SDPA", "cpu", "auto"),
+        ("TRITON_ATTN", "cuda", "auto"),
         ("FLASH_ATTN", "cuda", "flash-attn-4"),
     ],
 )
