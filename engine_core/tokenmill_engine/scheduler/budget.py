@@ -3,7 +3,7 @@
 * `--max-num-batched-tokens` alone: every step may compute that many.
 * `--target-itl-ms`: a step in which requests decode takes as many prompt tokens as keep its predicted time within the
   target; at least `MIN_PREFILL_TOKENS`, so that prompts never starve.
-* neither: a step in which requests decode takes the smallest number of tokens that costs at most 1 % of throughput.
+* neither: a step in which requests decode takes the smallest number of tokens that costs at most 2 % of throughput.
 
 A step in which nothing decodes may always compute `max_num_batched_tokens`: nobody waits for its end. No policy
 changes what is computed, only when.
@@ -23,9 +23,25 @@ logger = logging.getLogger(__name__)
 MIN_PREFILL_TOKENS = 32
 """Prompt tokens that a step may compute whatever decodes beside them, within `max_num_batched_tokens`."""
 
-_THROUGHPUT_LOSS = 0.01
-_BENEFIT = 0.5
-"""Standard deviations of doubt that speak for a smaller budget."""
+_MOST_LOSS = 0.02
+"""A token of a full mixed step may cost so much more than at the best size. Twice the size doubles the time between
+tokens: it has to give more for that than a difference which cards and clocks make from one start to the next."""
+_BENEFIT, _BENEFIT_IN_USE = 0.5, 1.5
+"""Standard deviations of doubt that speak for a smaller budget, and for the one in use before a larger one."""
+_START_ERROR = 0.15
+"""Sizes that seem to be worse by no more are visited a few times, whatever the start said about them."""
+_NUM_VISITS = 6
+_STALE_STEPS = 2000
+"""Mixed steps after which the last of these visits is forgotten, and the next one due."""
+_HOPE = 2.0
+"""Standard deviations of doubt that suffice for a visit in any case."""
+_FIRST_VISITS_LOSS, _VISITS_LOSS = 0.015, 0.005
+"""Throughput that visits of smaller sizes may cost, the first few and from then on."""
+_MOST_VISITS = 0.25
+"""Share of all tokens of mixed steps that such visits may have, however little they cost."""
+_FIRST_LARGE_VISIT, _LARGE_VISIT_INTERVAL = 32, 250
+"""Mixed steps until the next larger size may be visited, and from one such visit to the next. Running streams notice:
+it has to be far fewer than 1 of 100 steps."""
 _SAFETY = 2.5
 """Standard deviations that a step may take longer than predicted and still keep the target."""
 _WARNING_INTERVAL_S = 60.0
@@ -120,10 +136,12 @@ class FixedBudget:
 
 
 class EfficientBudget:
-    """In steps with decodes the smallest number of tokens at which a token costs at most 1 % more than at the best.
+    """In steps with decodes the smallest number of tokens at which a token costs at most 2 % more than at the best.
 
     Candidates are the sizes at which the cost model has a knot, as far as they are known. Doubt speaks for the smaller
-    one: in use it is measured anew. If nothing was measured at the start, each size that may be the best is tried once.
+    one: in use it is measured anew. Other sizes that may be right are visited in single steps now and then, so that a
+    measurement that erred is corrected in either direction: after some steps the choice rests on steps alone. If
+    nothing was measured at the start, each size that may be the best is tried at once.
     """
 
     def __init__(self, max_tokens: int, model: StepCostModel) -> None:
@@ -131,6 +149,7 @@ class EfficientBudget:
         self._model = model
         self._untried: list[int] = []
         self._chosen = max_tokens
+        self._visits = _Visits()
         self._reconsider()
 
     @property
@@ -142,12 +161,18 @@ class EfficientBudget:
             return Allowance(self._max_tokens, 0)
         least = num_decodes + MIN_PREFILL_TOKENS
         wanted = next((size for size in self._untried if size >= least), max(self._chosen, least))
+        if self._visits.next_size >= least:
+            wanted = self._visits.next_size
         return Allowance(min(wanted, self._max_tokens), num_decodes)
 
     def observe(self, plan: StepPlan, elapsed_s: float) -> None:
-        self._model.observe(work_of(plan), elapsed_s)
+        work = work_of(plan)
+        self._model.observe(work, elapsed_s)
         if plan.num_decodes < plan.num_reqs and elapsed_s > 0.0:
-            self._reconsider()
+            sizes = self._reconsider()
+            if plan.num_decodes > 0:
+                self._visits.count(work.num_tokens, sizes)
+                self._visits.choose_next(plan.num_decodes + MIN_PREFILL_TOKENS, sizes, self._chosen)
 
     def describe(self) -> str:
         costs = ", ".join(f"{size.num_tokens}: {size.seconds * 1e3:.1f}" for size in self._sizes() if size.is_known)
@@ -159,16 +184,82 @@ class EfficientBudget:
         """Sizes that have room for prompts beside a decode."""
         return [size for size in self._model.size_costs() if size.num_tokens > MIN_PREFILL_TOKENS]
 
-    def _reconsider(self) -> None:
+    def _reconsider(self) -> list[SizeCost]:
+        """Choose anew. Returns what is known of the sizes, ascending."""
         sizes = self._sizes()
         known = [size for size in sizes if size.is_known]
         if not known:
-            return
+            return []
         best = min(size.per_token for size in known)
         if not self._model.was_measured:
             self._untried = [s.num_tokens for s in sizes if not s.is_known and s.least_per_token(1.0) < best]
-        bound = (1.0 + _THROUGHPUT_LOSS) * best
-        self._chosen = next(size.num_tokens for size in known if size.least_per_token(_BENEFIT) <= bound)
+        bound = (1.0 + _MOST_LOSS) * best
+        for size in known:
+            benefit = _BENEFIT_IN_USE if size.num_tokens == self._chosen else _BENEFIT
+            if size.least_per_token(benefit) <= bound:
+                self._chosen = size.num_tokens
+                break
+        return known
+
+
+class _Visits:
+    """When mixed steps of another than the chosen size are worth it, to see what it costs now."""
+
+    def __init__(self) -> None:
+        self.next_size = 0
+        """Of the next mixed step; 0: the chosen one."""
+        self._num_steps = 0
+        self._num_tokens = 0
+        """Of mixed steps since the last visit of a smaller size began."""
+        self._counts: dict[int, int] = {}
+        """Visits by size, up to `_NUM_VISITS`."""
+        self._last: dict[int, int] = {}
+        """By size, the mixed step that visited it last."""
+        self._larger_due_at = _FIRST_LARGE_VISIT
+
+    def count(self, num_tokens: int, sizes: list[SizeCost]) -> None:
+        """A mixed step of `num_tokens` was observed: a visit of the size that it nearly filled, if there is one."""
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        for size in sizes:
+            if 0.9 * size.num_tokens < num_tokens <= size.num_tokens:
+                self._counts[size.num_tokens] = min(self._num_visits(size.num_tokens) + 1, _NUM_VISITS)
+                self._last[size.num_tokens] = self._num_steps
+
+    def choose_next(self, least: int, sizes: list[SizeCost], chosen: int) -> None:
+        """Decide whether the next mixed step, of at least `least` tokens, visits another of `sizes` than `chosen`, and
+        say so in `next_size`."""
+        best = min((size.per_token for size in sizes), default=0.0)
+        bound = (1.0 + _MOST_LOSS) * best
+        smaller = [s for s in sizes if least <= s.num_tokens < chosen and self._is_due(s, best)]
+        worthwhile = [s.num_tokens for s in smaller if self._may_cost(s, bound)]
+        self.next_size = min(worthwhile, key=lambda size: (self._last.get(size, 0), -size), default=0)
+        if self.next_size:
+            self._num_tokens = 0
+        elif self._num_steps >= self._larger_due_at:
+            used = next((size.per_token for size in sizes if size.num_tokens == chosen), 0.0)
+            larger = next((s for s in sizes if max(chosen, least - 1) < s.num_tokens <= 2 * chosen), None)
+            if larger is not None and self._may_cost(larger, used / (1.0 + _MOST_LOSS)):
+                self.next_size = larger.num_tokens
+                self._larger_due_at = self._num_steps + _LARGE_VISIT_INTERVAL
+
+    def _is_due(self, size: SizeCost, best: float) -> bool:
+        """Whether a visit of a smaller size now would leave the cost of visits within its limits, if a token costs
+        `best` seconds at the best size."""
+        most_loss = _FIRST_VISITS_LOSS if self._num_visits(size.num_tokens) < _NUM_VISITS else _VISITS_LOSS
+        loss = size.num_tokens * (size.per_token - best)
+        return size.num_tokens <= _MOST_VISITS * self._num_tokens and loss <= most_loss * best * self._num_tokens
+
+    def _may_cost(self, size: SizeCost, bound: float) -> bool:
+        """Whether it is worth a visit to see if a token costs at most `bound` seconds at this size."""
+        if self._num_visits(size.num_tokens) < _NUM_VISITS and size.per_token <= bound * (1.0 + _START_ERROR):
+            return True
+        return size.least_per_token(_HOPE) <= bound
+
+    def _num_visits(self, size: int) -> int:
+        num_visits = self._counts.get(size, 0)
+        is_stale = num_visits > 0 and self._num_steps - self._last[size] > _STALE_STEPS
+        return num_visits - is_stale
 
 
 class TargetBudget:
@@ -194,7 +285,7 @@ class TargetBudget:
     def observe(self, plan: StepPlan, elapsed_s: float) -> None:
         work = work_of(plan)
         self._model.observe(work, elapsed_s)
-        if plan.num_decodes == 0 or elapsed_s <= 0.0:
+        if plan.num_decodes == 0 or elapsed_s <= 0.0 or not self._model.has_learnt:
             return
         if plan.num_decodes < plan.num_reqs:
             likewise = self.for_step(plan.num_decodes, work.decode_context)

@@ -39,7 +39,7 @@ _PREFILL_PER_TOKEN = 1e-4
 _FIXED_TOKENS = 16
 """First guess where nothing was measured: a step costs as much as this many tokens before it computes any."""
 
-_MEASURED_SPREAD = 0.02
+_MEASURED_SPREAD = 0.04
 _UNMEASURED_SPREAD = 0.4
 """Relative error of a knot by itself, measured at the start or not; and of all knots together:"""
 _SHARED_SPREAD = 0.05
@@ -52,6 +52,8 @@ _KNOWN_ERROR = 0.06
 _MOST_DRIFT_ERROR = 0.04
 """Costs do not drift into more doubt than that: for hours, steps may not tell one cost from another."""
 
+_LEAST_S, _MOST_S = 1e-9, 1e6
+"""Times beyond these are no times of steps."""
 _OUTLIER = 4.0
 """Standard deviations."""
 _OUTLIERS_OF_CHANGE = 5
@@ -114,7 +116,8 @@ class StepCostModel:
         measured = _plausible(max_tokens, prefill_costs)
         self._knots = _knots(max_tokens, measured)
         self._measured = np.array([knot in measured for knot in self._knots])
-        self._known = self._measured.tolist()
+        self._known: list[bool] = []
+        """Of each knot, whether it was ever measured."""
         self._costs = np.zeros(len(self._knots) + _NUM_SLOPES)
         """Seconds of each knot, then per token of decode context and per pair of prefill context."""
         self._covariance = np.zeros((len(self._costs), len(self._costs)))
@@ -124,10 +127,10 @@ class StepCostModel:
         """Seconds at the knots, never falling: a larger step is never predicted to be quicker."""
         self._slopes = 0.0, 0.0
         self._noise = _FIRST_NOISE
-        self._slow_steps = [0] * len(self._knots)
+        self._slow_steps: list[int] = []
         """Below each knot, steps in a row that took surprisingly long."""
-        if measured:
-            self._believe(_between(measured, np.array(self._knots)), _SHARED_SPREAD)
+        self._at_start = _between(measured, np.array(self._knots)) if measured else None
+        self._begin()
 
     @property
     def was_measured(self) -> bool:
@@ -161,20 +164,31 @@ class StepCostModel:
         if not self._base:
             return []
         num_knots = len(self._knots)
-        base = np.maximum(self._base, 1e-9)
+        base = np.maximum(self._base, _LEAST_S)
         per_token = base / self._knots
         cheapest = int(np.argmin(np.where(self._known, per_token, math.inf)))
-        relative = self._covariance[:num_knots, :num_knots] / base / base[:, np.newaxis]
-        variances = np.diagonal(relative)
-        # Of the quotient: what both err in alike does not count.
-        errors = np.sqrt(np.maximum(variances + variances[cheapest] - 2.0 * relative[cheapest], 0.0))
+        with np.errstate(all="ignore"):
+            relative = self._covariance[:num_knots, :num_knots] / base / base[:, np.newaxis]
+            variances = np.diagonal(relative)
+            # Of the quotient: what both err in alike does not count.
+            errors = np.sqrt(np.maximum(variances + variances[cheapest] - 2.0 * relative[cheapest], 0.0))
         columns = self._knots, self._base, errors.tolist(), self._known
         return [SizeCost(*each) for each in zip(*columns, strict=True)]
 
     def observe(self, work: StepWork, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s`; nothing is learnt from 0, which means that nobody looked."""
-        if not 0.0 < elapsed_s < math.inf or work.num_tokens < 1:
+        if not _LEAST_S <= elapsed_s <= _MOST_S or work.num_tokens < 1:
             return
+        with np.errstate(all="ignore"):
+            self._learn(work, elapsed_s)
+            is_sane = np.isfinite(self._costs).all() and np.isfinite(self._covariance).all()
+        if is_sane:
+            self._publish()
+        else:
+            self._begin()
+
+    def _learn(self, work: StepWork, elapsed_s: float) -> None:
+        """`observe`, up to the look-up."""
         if not self._base:
             per_token = elapsed_s / (work.num_tokens + _FIXED_TOKENS)
             self._believe((np.array(self._knots) + _FIXED_TOKENS) * per_token, 1.0)
@@ -185,7 +199,7 @@ class StepCostModel:
         features[-2] = work.decode_context
         features[-1] = work.prefill_context
         costs, covariance = self._costs, self._covariance
-        predicted = max(float(costs @ features), 1e-9)
+        predicted = max(float(costs @ features), _LEAST_S)
         error = elapsed_s - predicted
         is_active = features > 0.0
         scale = self._scale()
@@ -202,7 +216,7 @@ class StepCostModel:
             variance = self._variance(shared, features, predicted)
         elif deviations > _OUTLIER:
             # As if it had been measured so badly that it is no surprise.
-            variance *= (deviations / _OUTLIER) ** 2
+            variance *= deviations / _OUTLIER * deviations / _OUTLIER
         else:
             # 1.25 mean absolute deviations are a standard deviation, and heed rare large ones less than squares do.
             self._noise += _NOISE_MEMORY * (1.25 * abs(error) / predicted - self._noise)
@@ -214,7 +228,6 @@ class StepCostModel:
         for knot in (upper - 1, upper):
             if not self._known[knot]:
                 self._known[knot] = bool(self._variances[knot] < (_KNOWN_ERROR * costs[knot]) ** 2)
-        self._publish()
 
     def _scale(self) -> NDArray[np.float64]:
         """What the costs are doubted in proportion to: themselves, but slopes that fell to 0 can rise again."""
@@ -232,7 +245,8 @@ class StepCostModel:
     def _variance(self, shared: NDArray[np.float64], features: NDArray[np.float64], predicted: float) -> float:
         """Of a measured time, in squared seconds. `shared` is the covariance of its prediction with every cost."""
         # Rounding may leave less than nothing of a doubt that has been cleared.
-        return max(float(shared @ features), 0.0) + (self._noise * predicted) ** 2
+        noise = self._noise * predicted
+        return max(float(shared @ features), 0.0) + noise * noise
 
     def _is_mistaken(self, knot: int, deviations: float) -> bool:
         """Whether the model, and not the step, is to blame for a surprise: no step can be too quick, and if those of
@@ -241,6 +255,15 @@ class StepCostModel:
         is_mistaken = deviations < -_OUTLIER or num_slow == _OUTLIERS_OF_CHANGE
         self._slow_steps[knot] = 0 if is_mistaken else num_slow
         return is_mistaken
+
+    def _begin(self) -> None:
+        """Know what was measured at the start, and nothing else."""
+        self._known = self._measured.tolist()
+        self._slow_steps = [0] * len(self._knots)
+        self._noise = _FIRST_NOISE
+        self._base = []
+        if self._at_start is not None:
+            self._believe(self._at_start, _SHARED_SPREAD)
 
     def _believe(self, base: NDArray[np.float64], spread_together: float) -> None:
         """Start from `base` seconds at the knots; `spread_together` is the relative error that all have in common."""
@@ -253,6 +276,7 @@ class StepCostModel:
         own = np.where(self._measured, _MEASURED_SPREAD, _UNMEASURED_SPREAD) * base
         together = spread_together * base
         num_knots = len(knots)
+        self._covariance.fill(0.0)
         self._covariance[:num_knots, :num_knots] = alike * np.outer(own, own) + np.outer(together, together)
         self._covariance[num_knots:, num_knots:] = np.diag(np.square(slopes))
         self._publish()

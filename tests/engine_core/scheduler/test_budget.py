@@ -1,14 +1,16 @@
 """Step budgets: by themselves, and in an engine whose device has known costs."""
 
 import logging
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.simulated_device import CPU_135M, H100_8B, ClosedLoop, gaussian_noise
+from tests.support.simulated_device import CPU_135M, H100_8B, H100_8B_FLAT, ClosedLoop, Costs, gaussian_noise
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.scheduler.budget import MIN_PREFILL_TOKENS, BudgetPolicy, TargetBudget, make_budget
@@ -107,7 +109,9 @@ class TestDefault:
         assert ours.tokens_per_s > 0.99 * max(other.tokens_per_s for other in others.values())
         for size in (2048, 8192):
             assert np.percentile(ours.gaps, 99) < 0.6 * np.percentile(others[size].gaps, 99)
-        assert max(plan.num_tokens for plan, _ in ours.mixed_steps()) == 1024
+        mixed = [plan.num_tokens for plan, _ in ours.mixed_steps()]
+        assert np.median(mixed) == 1024
+        assert sum(num_tokens > 1024 for num_tokens in mixed) < 4
         assert max(plan.num_tokens for plan in ours.device.plans) == 8192
 
     def test_without_measurements_it_finds_out(self) -> None:
@@ -121,6 +125,50 @@ class TestDefault:
         assert ours.tokens_per_s > 0.97 * max(other.tokens_per_s for other in others)
         last = [plan.num_tokens for plan, _ in ours.mixed_steps()][-50:]
         assert max(last) == 256
+
+
+@cache
+def closed_loop(costs: Costs, explicit: int = 0, start: tuple[tuple[int, float], ...] | None = None) -> ClosedLoop:
+    """256 clients with 1024 tokens in and 128 out, with a budget of `explicit` tokens or the default."""
+    scheduler = config(explicit, explicit=True) if explicit else config()
+    loop = ClosedLoop(costs, scheduler, 1024, 128, noise=gaussian_noise(0.02), num_blocks=20_000, start_costs=start)
+    return loop.run(256, 640)
+
+
+class TestStartCosts:
+    """Steps correct what the start measured."""
+
+    @pytest.mark.parametrize("costs", [H100_8B, H100_8B_FLAT])
+    def test_streams_are_even_at_no_loss_worth_mentioning(self, costs: Costs) -> None:
+        ours = closed_loop(costs, start=costs.prefill_costs(SIZES))
+        assert ours.core._budget.mixed_tokens == 1024
+        assert np.percentile(ours.gaps, 99) < 0.040
+        # Of what is constant, 1024 are chosen; visits of other sizes cost less than 0.5 %.
+        assert ours.tokens_per_s > 0.995 * closed_loop(costs, explicit=1024).tokens_per_s
+        assert ours.tokens_per_s > 0.98 * max(closed_loop(costs, explicit=size).tokens_per_s for size in (2048, 8192))
+
+    def expect_recovery(self, costs: Costs, start: tuple[tuple[int, float], ...]) -> None:
+        loop = closed_loop(costs, start=start)
+        mixed = [plan.num_tokens for plan, _ in loop.mixed_steps()]
+        assert loop.core._budget.mixed_tokens == 1024
+        assert np.median(mixed[-200:]) == 1024
+        assert sum(num_tokens > 1024 for num_tokens in mixed[-200:]) < 4
+        # Until then as well, little was lost.
+        assert loop.tokens_per_s > 0.98 * closed_loop(costs, explicit=1024).tokens_per_s
+
+    @pytest.mark.parametrize("factor", [0.9, 1.1])
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("costs", [H100_8B, H100_8B_FLAT])
+    def test_one_that_is_wrong_by_a_tenth(self, costs: Costs, size: int, factor: float) -> None:
+        true = costs.prefill_costs(SIZES)
+        self.expect_recovery(costs, tuple((n, s * factor if n == size else s) for n, s in true))
+
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("costs", [H100_8B, H100_8B_FLAT])
+    def test_noise_on_all_of_them(self, costs: Costs, seed: int) -> None:
+        factors = 1.0 + 0.03 * np.random.default_rng(seed).standard_normal(len(SIZES))
+        true = costs.prefill_costs(SIZES)
+        self.expect_recovery(costs, tuple((n, s * float(f)) for (n, s), f in zip(true, factors, strict=True)))
 
 
 class TestTarget:
@@ -245,6 +293,31 @@ def test_whatever_was_learnt_no_step_exceeds_the_maximum_and_prompts_progress(
     short = [tokens < pending for tokens, (pending, _) in zip(granted, rows, strict=True)]
     if any(short):
         assert granted[short.index(True) + 1 :] == [0] * (len(rows) - short.index(True) - 1)
+
+
+WILD = st.one_of(
+    st.floats(1e-9, 1e3), st.sampled_from([0.0, -1.0, 1e-9, 1e3, 1e300, 5e-324, float("nan"), float("inf")])
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(["default", "target"]),
+    measured=st.booleans(),
+    seen=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9000), st.integers(1, 10**6), WILD), max_size=40),
+)
+def test_no_time_however_wild_ends_the_advice(
+    kind: str, measured: bool, seen: list[tuple[int, int, int, float]]
+) -> None:
+    budget = make_budget(config(target_itl_ms=30 if kind == "target" else None), H100_COSTS if measured else ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for decodes, chunk, context, elapsed_s in seen:
+            budget.observe(plan_of(max(decodes, chunk == 0), context, *[chunk] * (chunk > 0)), elapsed_s)
+            granted = take_all(budget, 100, 100 * context, [(9000, 0)])
+            assert MIN_PREFILL_TOKENS <= granted[0] <= 8092
+            assert budget.describe()
+    assert 1 <= budget.mixed_tokens <= 8192
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,21 @@ def test_measurements_that_cannot_be_are_left_out() -> None:
     assert {size.num_tokens for size in model.size_costs() if size.is_known} == {256, 512}
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_model_that_lost_itself_begins_anew(measured: bool) -> None:
+    """What is no number leaves what the start measured, or nothing."""
+    model = StepCostModel(8192, H100_8B.prefill_costs(SIZES) if measured else ())
+    model.observe(StepWork(1024), 0.02)
+    assert model.has_learnt
+    model.observe(StepWork(1024, 0, float("inf")), 0.02)
+    assert model.has_learnt == measured
+    if measured:
+        assert model.predict(StepWork(512)) == H100_8B.seconds(StepWork(512))
+    for _ in range(20):
+        model.observe(StepWork(1024), 0.02)
+    assert model.predict(StepWork(1024)) == pytest.approx(0.02, rel=0.02)
+
+
 def test_the_work_of_a_plan() -> None:
     plan = StepPlan(
         step=1,
