@@ -73,6 +73,11 @@ def prepare(problems: Iterable[Problem], dtype: torch.dtype, device: torch.devic
     return len(unknown)
 
 
+def num_matrices(matrix_bytes: int) -> int:
+    """How many matrices of that size a measurement walks."""
+    return max(min(_COLD_BYTES // matrix_bytes, _MAX_MATRICES), 1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
     """A choice to make."""
@@ -94,7 +99,7 @@ class _Bench:
     def case(self, problem: Problem, block_t: int, table: ChoiceTable) -> _Case:
         """Inputs, and what may be chosen for them."""
         size = problem.num_rows * problem.k_size
-        count = max(min(_COLD_BYTES // (size * self._numbers.itemsize), _MAX_MATRICES), 1)
+        count = num_matrices(size * self._numbers.itemsize)
         weights = list(self._numbers[: count * size].view(count, problem.num_rows, problem.k_size))
         x = torch.randn(block_t, problem.k_size, device=self._numbers.device).to(self._numbers.dtype)
         candidates = table.candidates(problem, block_t)[:_MAX_CANDIDATES] if can_stream(x, weights[0]) else []
