@@ -119,7 +119,9 @@ class EngineMetrics:
             "mixed_step_token_budget", "Tokens that a step with prompts beside running streams may compute."
         )
         self.step_time = build.histogram(
-            "step_time_seconds", "Time that the device was at work on an engine step.", STEP_TIME_BUCKETS
+            "step_time_seconds",
+            "Time of an engine step: on a GPU from when its enqueueing began, or the step before ended, to its end.",
+            STEP_TIME_BUCKETS,
         )
         self.num_preemptions = build.counter(
             "num_preemptions_total", "Requests preempted because KV cache blocks ran out."

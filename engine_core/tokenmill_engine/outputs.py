@@ -99,7 +99,8 @@ class StepResult:
     errors: dict[int, str] = field(default_factory=dict)
     """row -> why this request alone failed (for example logits that are not numbers)."""
     elapsed_s: float = 0.0
-    """Seconds that the device was at work on the step; 0 if it was not measured."""
+    """Seconds of the step: on a GPU from when its enqueueing began, or the step before ended if that was later, to its
+    end; 0 if it was not measured."""
 
 
 class StepHandle(Protocol):

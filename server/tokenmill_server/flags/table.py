@@ -277,7 +277,7 @@ _SCHEDULER = (
         None,
         "Most tokens per step: larger for throughput, smaller for even streams. Default: 2048 "
         "(on GPUs of 70 GiB and more 8192, for LLM(...) 16384), and beside running streams the fewest that "
-        "cost at most 1 % of throughput",
+        "cost at most 2 % of throughput",
         "scheduler.max_num_batched_tokens",
         metavar="TOKENS",
     ),
