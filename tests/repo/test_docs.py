@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenmill_server.bench import cli as bench_cli
+from tokenmill_server.bench import compare_peer
 from tokenmill_server.cli import chat
 from tokenmill_server.cli import main as tokenmill_cli
 from tokenmill_server.flags.table import FLAGS
@@ -72,7 +73,7 @@ def test_flags_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         chat.main(["--help"])
     known |= set(re.findall(r"--([a-z0-9-]+)", capsys.readouterr().out))
-    for script in REPO.glob("benchmarks/*.py"):
+    for script in (*REPO.glob("benchmarks/*.py"), Path(compare_peer.__file__)):
         known |= set(re.findall(r'add_argument\("--([a-z0-9-]+)"', script.read_text()))
     used = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", page.read_text()))
     assert used <= known

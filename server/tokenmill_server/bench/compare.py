@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import compare_peer
 from tokenmill_server.bench.compare_plan import START, Group, Load, Session, Side, loads_of, rows_of, sessions_of
@@ -22,6 +23,7 @@ from tokenmill_server.bench.compare_report import Measurement, card_name, card_s
 from tokenmill_server.bench.compare_sides import (
     Deadline,
     LoadError,
+    Log,
     Model,
     Running,
     RunningServer,
@@ -41,10 +43,12 @@ _OUR_SERVER = (
     "--dtype {dtype} --max-model-len {max_model_len} --host 127.0.0.1 --port {port}"
 )
 _OUR_DRIVER = (
-    "{python} -m tokenmill_server.bench.compare_ours --model {model} --dtype {dtype} --max-model-len {max_model_len}"
+    "{python} -m tokenmill_server.bench.compare_ours --model {model} --load-format dummy "
+    "--dtype {dtype} --max-model-len {max_model_len}"
 )
 _NAME = "m"
 """What both servers call the model."""
+_MODEL_KINDS = "a folder with config.json and tokenizer.json (weights are random) or a .gguf file"
 _GUESSED_START_S: dict[Side, float] = {"ours": 25.0, "peer": 110.0}
 _GUESSED_LOAD_S = 8.0
 """For each, until it has been seen."""
@@ -68,15 +72,16 @@ class Compare:
 
     group: Group
     models: dict[str, Path]
-    """Folders of `8b` and `1b`."""
+    """Folders or GGUF files of `8b` and `1b`; where sizes are divided, the embedded model stands in."""
     peer: Peer | None
     output: Path
     rounds: int = 3
     time_limit_s: float = 530.0
     dtype: str = "bfloat16"
     max_model_len: int = 8192
+    """For models with fewer positions it is theirs."""
     flags: tuple[str, ...] = ()
-    """More flags for our server and arguments for our `LLM`."""
+    """More flags for our processes, those of `tokenmill serve`."""
     load_options: tuple[str, ...] = ()
     """More options for `bench serve`."""
     prompt_format: str = "ids"
@@ -111,8 +116,8 @@ class _Progress:
 
 
 def run(compare: Compare) -> int:
-    """Measures, prints the table, writes every figure and command to `result.json` in the output folder, beside the
-    logs, also when it is stopped. Returns the exit code: 1 if anything failed. Main thread only.
+    """Measures, prints the table, writes every figure and command to `result-GROUP.json` in the output folder,
+    beside the logs, also when it is stopped. Returns the exit code: 1 if anything failed. Main thread only.
 
     Raises: ConfigError.
     """
@@ -161,7 +166,7 @@ def _run_sessions(
 def _report(compare: Compare, loads: dict[str, tuple[Load, ...]], progress: _Progress) -> None:
     """Prints and writes what there is."""
     peer_name = compare.peer.name if compare.peer is not None else None
-    table = format_table(rows_of(compare.group, loads), progress.measurements, peer_name)
+    table = format_table(rows_of(compare.group, loads, compare.peer is not None), progress.measurements, peer_name)
     sizes = f", sizes divided by {compare.divisor}" if compare.divisor > 1 else ""
     sys.stdout.write(f"\n{compare.group} on {card_name()}{sizes}\n\n{table}\n")
     for failure in progress.failures:
@@ -173,12 +178,17 @@ def _read_model(compare: Compare, key: str) -> Model:
     """Raises: ConfigError."""
     path = compare.models.get(key)
     if path is None:
-        raise ConfigError(f"--group {compare.group} needs --model-{key} FOLDER")
-    try:
-        config = json.loads((path / "config.json").read_text())
-        return Model(path.resolve(), int(config.get("text_config", config)["vocab_size"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model-{key} {path} has no config.json that names a vocab_size ({error})") from None
+        if compare.divisor == 1:
+            raise ConfigError(f"--group {compare.group} needs --model-{key}: {_MODEL_KINDS}; not with --shrink")
+        path = embedded_model_path()
+    if not path.exists():
+        raise ConfigError(f"--model-{key} {path} does not exist; name {_MODEL_KINDS}")
+    files = resolve_model(str(path))
+    architecture = files.architecture
+    max_model_len = min(compare.max_model_len, architecture.max_position_embeddings)
+    if max_model_len < compare.max_model_len:
+        _say(f"{files.name} has {max_model_len} positions: --max-model-len {max_model_len} for both sides")
+    return Model(Path(files.path).resolve(), architecture.vocab_size, max_model_len)
 
 
 def _run_session(
@@ -244,7 +254,7 @@ def _command(compare: Compare, session: Session, model: Model, port: int) -> lis
         "model": str(model.path),
         "name": _NAME,
         "dtype": compare.dtype,
-        "max_model_len": str(compare.max_model_len),
+        "max_model_len": str(model.max_model_len),
         "port": str(port),
     }
     return [*(word.format_map(words) for word in shlex.split(template)), *flags, *session.flags]
@@ -270,16 +280,16 @@ def _started(
     compare: Compare, session: Session, model: Model, command: list[str], port: int, deadline: Deadline
 ) -> Iterator[Running]:
     environment = _environment(compare, session)
-    log_file = compare.output / f"{session.side}-{session.model}.log"
+    log = Log(compare.output / f"{session.side}-{session.model}.log")
     if not session.is_server:
-        with started_driver(command, environment, log_file, model, deadline) as driver:
+        with started_driver(command, environment, log, model, deadline) as driver:
             yield driver
         return
     prompts = ["--prompt-format", compare.prompt_format]
     prompts += ["--vocab-size", str(model.vocab_size)] if compare.prompt_format == "ids" else []
     options = [*prompts, "--tokenizer", str(model.path), *compare.load_options]
     server = RunningServer(port, model, _NAME, deadline, options)
-    with started_server(command, environment, log_file, server):
+    with started_server(command, environment, log, server):
         yield server
 
 
@@ -295,9 +305,9 @@ def _write_result(compare: Compare, progress: _Progress, table: str) -> None:
         "failures": progress.failures,
         "table": table.splitlines(),
     }
-    path = compare.output / "result.json"
+    path = compare.output / f"result-{compare.group}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    sys.stdout.write(f"Results written to {compare.output}\n")
+    sys.stdout.write(f"Results written to {path}\n")
 
 
 def _say(text: str) -> None:

@@ -19,17 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench compare`."""
     add = parser.add_argument
     add("--group", choices=GROUPS, required=True, help="which loads")
-    add("--model-8b", type=Path, metavar="FOLDER", help="config.json and tokenizer; weights are random")
-    add("--model-1b", type=Path, metavar="FOLDER")
+    add("--model-8b", type=Path, metavar="PATH", help="folder with config.json and tokenizer, or .gguf; random weights")
+    add("--model-1b", type=Path, metavar="PATH", help="the same. Default of both with --shrink: SmolLM2-135M-Instruct")
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each load; the table has their median")
     add("--time-limit", type=positive_number, default=530.0, metavar="S", help="fewer rounds where they do not fit")
     add("--select", action="append", default=[], metavar="TEXT", help="only loads with this in their name; repeatable")
     add("--shrink", type=positive, default=1, metavar="N", help="divide every size by N, to try this on small machines")
     add("--dtype", default="bfloat16")
-    add("--max-model-len", type=positive, default=8192, metavar="TOKENS")
+    add("--max-model-len", type=positive, default=8192, metavar="TOKENS", help="at most the positions of the model")
     add("--prompt-format", choices=["ids", "text"], default="ids", help="of the prompts for servers")
     add("--seed", type=int, default=0, help="of the prompts; each load and round has prompts of its own")
-    add("--args", type=shlex.split, default=[], metavar="WORDS", help="more flags for our processes")
+    add(
+        "--args",
+        type=shlex.split,
+        default=[],
+        metavar="WORDS",
+        help="more flags of `tokenmill serve` for our processes",
+    )
     add("--client-args", type=shlex.split, default=[], metavar="WORDS", help="more flags for `bench serve`")
     add("--output", type=Path, metavar="FOLDER", help="for raw results and logs. Default: compare-GROUP-TIME")
     peer = parser.add_argument_group("peer")

@@ -1,13 +1,14 @@
-"""Our offline side of a comparison: `python -m tokenmill_server.bench.compare_ours`, driven like the peer's script."""
+"""Our offline side of a comparison, driven like the peer's script: `python -m tokenmill_server.bench.compare_ours`,
+with the flags of `tokenmill serve`."""
 
-import argparse
 import asyncio
+import sys
 from collections.abc import Sequence
 
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_server.bench.compare_peer import Prompts, StepEvent, serve_tasks
-from tokenmill_server.llm import LLM
+from tokenmill_server.bench.offline import start_engine
 from tokenmill_server.processing.generation import TokenLogprob
 from tokenmill_server.processing.output_processor import Choice
 from tokenmill_server.version import __version__
@@ -16,15 +17,9 @@ from tokenmill_server.version import __version__
 class TokenmillEngine:
     """`LLM`; single steps through the generator that it wraps."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, flags: Sequence[str]) -> None:
         self.name = f"Tokenmill {__version__}"
-        self._llm = LLM(
-            options.model,
-            load_format="dummy",
-            dtype=options.dtype,
-            max_model_len=options.max_model_len,
-            **options.engine_args,
-        )
+        self._llm = start_engine(flags)
 
     def generate(self, prompts: Prompts, output_len: int) -> int:
         sampling = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
@@ -87,4 +82,7 @@ class _Watcher:
 
 
 if __name__ == "__main__":
-    serve_tasks(TokenmillEngine)
+    try:
+        serve_tasks(TokenmillEngine)
+    except TokenmillError as error:
+        sys.exit(f"tokenmill: error: {error.message}")

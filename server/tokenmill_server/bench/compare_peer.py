@@ -42,17 +42,11 @@ class Engine(Protocol):
         """The same, step by step, in the order in which outputs came."""
 
 
-def serve_tasks(make_engine: Callable[[argparse.Namespace], Engine]) -> None:
+def serve_tasks(make_engine: Callable[[Sequence[str]], Engine]) -> None:
     """Starts the engine that the command line describes and works on tasks until standard input ends."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--max-model-len", type=int, required=True)
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON: more arguments of LLM")
-    options = parser.parse_args()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)
-        engine = make_engine(options)
+        engine = make_engine(sys.argv[1:])
         answers.write(json.dumps({"ready": engine.name}) + "\n")
         for line in sys.stdin:
             answers.write(json.dumps(_answer(engine, json.loads(line))) + "\n")
@@ -126,7 +120,13 @@ def pure_decode_ms(events: Sequence[StepEvent], batch_size: int) -> list[float]:
 class _Vllm:
     """vLLM through its public class; single steps through the engine that it wraps."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--model", required=True)
+        parser.add_argument("--dtype", required=True)
+        parser.add_argument("--max-model-len", type=int, required=True)
+        parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON: more arguments of LLM")
+        options = parser.parse_args(arguments)
         vllm = importlib.import_module("vllm")
         self.name = f"vLLM {importlib.metadata.version('vllm')}"
         self._sampling: Any = vllm.SamplingParams

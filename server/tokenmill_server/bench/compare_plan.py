@@ -125,16 +125,18 @@ _LOADS: dict[Group, dict[str, tuple[Load, ...]]] = {
 
 
 def loads_of(group: Group, selected: Sequence[str], divisor: int) -> dict[str, tuple[Load, ...]]:
-    """The loads by model. `selected` keeps those whose names contain one of these texts; none keeps all."""
-    chosen = {
-        model: tuple(
-            load.shrunk(divisor) if divisor > 1 else load
-            for load in loads
-            if not selected or any(text in load.name for text in selected)
-        )
-        for model, loads in _LOADS[group].items()
-    }
-    return {model: loads for model, loads in chosen.items() if loads}
+    """The loads by model. `selected` keeps those whose names contain one of these texts; none keeps all. Of loads that
+    `divisor` makes equal the first one stays."""
+    chosen: dict[str, tuple[Load, ...]] = {}
+    for model, loads in _LOADS[group].items():
+        sizes: dict[Load, Load] = {}
+        for load in loads:
+            if not selected or any(text in load.name for text in selected):
+                shrunk = load.shrunk(divisor) if divisor > 1 else load
+                sizes.setdefault(replace(shrunk, name=""), shrunk)
+        if sizes:
+            chosen[model] = tuple(sizes.values())
+    return chosen
 
 
 def sessions_of(group: Group, loads: dict[str, tuple[Load, ...]], num_rounds: int, with_peer: bool) -> list[Session]:
@@ -162,12 +164,12 @@ def sessions_of(group: Group, loads: dict[str, tuple[Load, ...]], num_rounds: in
     return sessions
 
 
-def rows_of(group: Group, loads: dict[str, tuple[Load, ...]]) -> list[Row]:
+def rows_of(group: Group, loads: dict[str, tuple[Load, ...]], with_peer: bool) -> list[Row]:
     """The table's lines."""
     rows: list[Row] = []
     for model, its_loads in loads.items():
         for load in its_loads:
-            rows += _serve_rows(load) if load.kind == "serve" else [_offline_row(load)]
+            rows += _serve_rows(load, with_peer) if load.kind == "serve" else [_offline_row(load)]
         if group == "online8b":
             rows.append(Row(f"{model} start to first answer, empty caches, s", START, "empty_s", peer=DEFAULT))
             rows.append(Row(f"{model} start to first answer, warm caches, s", START, "kept_s", peer=DEFAULT))
@@ -182,7 +184,7 @@ def _offline_row(load: Load) -> Row:
     return Row(f"{load.name}, output tok/s", load.name, "output_tok_s")
 
 
-def _serve_rows(load: Load) -> list[Row]:
+def _serve_rows(load: Load, with_peer: bool) -> list[Row]:
     figures = [
         ("output tok/s", "output_throughput"),
         ("TTFT p50 ms", "p50_ttft_ms"),
@@ -195,6 +197,6 @@ def _serve_rows(load: Load) -> list[Row]:
     if load.name.startswith("1b"):
         for label, metric in figures:
             rows.append(Row(f"{load.name}, ours with 1 API server, {label}", load.name, metric, ours=ONE_SERVER))
-        for label, metric in figures:
+        for label, metric in figures if with_peer else ():
             rows.append(Row(f"{load.name}, peer with 4 API servers, {label}", load.name, metric, peer=FOUR_SERVERS))
     return rows

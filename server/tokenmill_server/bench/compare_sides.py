@@ -60,6 +60,21 @@ class Model:
 
     path: Path
     vocab_size: int
+    max_model_len: int
+
+
+class Log:
+    """What one process says, at the end of a file that others wrote to before."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._start = file.stat().st_size if file.exists() else 0
+
+    def tail(self) -> str:
+        """The last lines of this process."""
+        with self.file.open("rb") as log:
+            log.seek(self._start)
+            return log.read().decode(errors="replace")[-_LOG_TAIL_CHARS:]
 
 
 class Running(Protocol):
@@ -78,20 +93,20 @@ class Running(Protocol):
 
 @contextlib.contextmanager
 def running_process(
-    command: Sequence[str], environment: Mapping[str, str], log_file: Path, **streams: Any
+    command: Sequence[str], environment: Mapping[str, str], log: Log, **streams: Any
 ) -> Iterator["subprocess.Popen[str]"]:
-    """A process whose descendants, too, are gone after the block. What it says goes to `log_file`."""
-    with log_file.open("a", encoding="utf-8") as log:
-        log.write(f"$ {' '.join(command)}\n")
-        log.flush()
+    """A process whose descendants, too, are gone after the block. What it says goes to `log`."""
+    with log.file.open("a", encoding="utf-8") as file:
+        file.write(f"$ {' '.join(command)}\n")
+        file.flush()
         try:
             process = subprocess.Popen(
                 command,
                 env=dict(environment),
-                stderr=log,
+                stderr=file,
                 start_new_session=True,
                 text=True,
-                **{"stdin": subprocess.DEVNULL, "stdout": log, **streams},
+                **{"stdin": subprocess.DEVNULL, "stdout": file, **streams},
             )
         except OSError as error:
             raise SideError(f"cannot run {command[0]}: {error.strerror}") from error
@@ -121,10 +136,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
                 pipe.close()
 
 
-def _log_tail(log_file: Path) -> str:
-    return log_file.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL_CHARS:]
-
-
 # --- servers ------------------------------------------------------------------------------------------------------
 
 
@@ -148,16 +159,14 @@ class RunningServer:
         self._deadline = deadline
         self._load_options = load_options
 
-    def wait_for_answer(self, process: "subprocess.Popen[str]", started_s: float, log_file: Path) -> None:
+    def wait_for_answer(self, process: "subprocess.Popen[str]", started_s: float, log: Log) -> None:
         """Asks for one token again and again until it comes. Raises SideError."""
         first = self._model.vocab_size // 2
         prompt = list(range(first, first + _START_PROMPT_TOKENS))
         request = {"model": self._name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         while self._ask("POST", "/v1/completions", json.dumps(request)) is None:
             if process.poll() is not None:
-                raise SideError(
-                    f"the server ended with status {process.returncode} while starting:\n{_log_tail(log_file)}"
-                )
+                raise SideError(f"the server ended with status {process.returncode} while starting:\n{log.tail()}")
             self._deadline.check("waiting for the server's first answer")
             time.sleep(_POLL_S)
         self.start_s = time.monotonic() - started_s
@@ -216,12 +225,12 @@ class RunningServer:
 
 @contextlib.contextmanager
 def started_server(
-    command: Sequence[str], environment: Mapping[str, str], log_file: Path, server: RunningServer
+    command: Sequence[str], environment: Mapping[str, str], log: Log, server: RunningServer
 ) -> Iterator[RunningServer]:
     """`server`, once its process answers; ended with the block. Raises SideError."""
     started_s = time.monotonic()
-    with running_process(command, environment, log_file) as process:
-        server.wait_for_answer(process, started_s, log_file)
+    with running_process(command, environment, log) as process:
+        server.wait_for_answer(process, started_s, log)
         yield server
 
 
@@ -231,11 +240,11 @@ def started_server(
 class RunningDriver:
     """A process that works on the tasks of `compare_peer.serve_tasks`."""
 
-    def __init__(self, process: "subprocess.Popen[str]", model: Model, deadline: Deadline, log_file: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", model: Model, deadline: Deadline, log: Log) -> None:
         self._process = process
         self._model = model
         self._deadline = deadline
-        self._log_file = log_file
+        self._log = log
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, name="driver-output", daemon=True).start()
         started_s = time.monotonic()
@@ -250,7 +259,7 @@ class RunningDriver:
             self._process.stdin.write(self.describe(load, seed) + "\n")
             self._process.stdin.flush()
         except OSError:
-            raise SideError(f"{load.name}: the driver has ended:\n{_log_tail(self._log_file)}") from None
+            raise self._ended(load.name) from None
         answer = self._answer(load.name)
         if "error" in answer:
             raise LoadError(f"{load.name}: {answer['error']}")
@@ -275,9 +284,15 @@ class RunningDriver:
         except queue.Empty:
             raise SideError(f"{what}: the time limit was reached") from None
         if not line:
-            raise SideError(f"{what}: the driver has ended:\n{_log_tail(self._log_file)}")
+            raise self._ended(what)
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _ended(self, what: str) -> SideError:
+        """Its last words come after it has closed its output."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        return SideError(f"{what}: the driver has ended:\n{self._log.tail()}")
 
     def _read(self) -> None:
         """Passes on every line, then an empty one for the end."""
@@ -289,9 +304,9 @@ class RunningDriver:
 
 @contextlib.contextmanager
 def started_driver(
-    command: Sequence[str], environment: Mapping[str, str], log_file: Path, model: Model, deadline: Deadline
+    command: Sequence[str], environment: Mapping[str, str], log: Log, model: Model, deadline: Deadline
 ) -> Iterator[RunningDriver]:
     """A driver that is ready; ended with the block. Raises SideError."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with running_process(command, environment, log_file, **pipes) as process:
-        yield RunningDriver(process, model, deadline, log_file)
+    with running_process(command, environment, log, **pipes) as process:
+        yield RunningDriver(process, model, deadline, log)

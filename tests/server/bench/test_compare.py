@@ -12,22 +12,23 @@ import psutil
 import pytest
 
 from tests.support.scripted_peer import write_scripted_peer
-from tests.support.tiny_models import cached_tiny_model
+from tests.support.tiny_models import cached_tiny_model, tiny_config
 from tokenmill_server.bench import cli, compare
 
 pytestmark = pytest.mark.slow
 
 STUB = "{python} -m tests.support.stub_server --port {port}"
 SIZES = ["--shrink", "64", "--time-limit", "60"]
-TINY = ["--dtype", "float32", "--max-model-len", "128"]
+TINY = ["--dtype", "float32"]
+ON_CPU = "--device cpu --kv-cache-memory-bytes 32m"
 
 
 @pytest.fixture
 def shape(tmp_path: Path) -> str:
-    """A model folder with all that a comparison of stubs reads."""
+    """A model folder with all that a comparison of stubs reads: no weights and no tokenizer."""
     folder = tmp_path / "shape"
     folder.mkdir()
-    (folder / "config.json").write_text('{"vocab_size": 1000}')
+    (folder / "config.json").write_text(json.dumps(tiny_config("llama")))
     return str(folder)
 
 
@@ -40,7 +41,8 @@ def our_stub(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(output: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
     """The written result."""
     assert cli.main(["compare", "--output", str(output), "--peer-python", sys.executable, *arguments]) == status
-    result: dict[str, Any] = json.loads((output / "result.json").read_text())
+    group = arguments[arguments.index("--group") + 1]
+    result: dict[str, Any] = json.loads((output / f"result-{group}.json").read_text())
     return result
 
 
@@ -72,7 +74,7 @@ def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "\n".join(result["table"]) in printed
     assert "| | Tokenmill | Stub | ratio |" in printed
     assert "sizes divided by 64" in printed
-    assert sorted(path.name for path in output.iterdir()) == ["ours-8b.log", "peer-8b.log", "result.json"]
+    assert sorted(path.name for path in output.iterdir()) == ["ours-8b.log", "peer-8b.log", "result-online8b.json"]
 
 
 @pytest.mark.usefixtures("our_stub")
@@ -92,7 +94,10 @@ def test_a_peer_that_does_not_start_is_told_and_ours_is_measured(
     result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --fail", status=1)
     assert len(result["failures"]) == 2
     assert "status 1 while starting" in result["failures"][0]
-    assert "no room for the weights" in result["failures"][0]
+    for failure, variant in zip(result["failures"], ("default flags", "--api-server-count 4"), strict=True):
+        assert failure.count("no room for the weights") == 1
+        assert failure.startswith(f"peer, 1b, {variant}: the server ended")
+    assert "--api-server-count" not in result["failures"][0]
     assert len(figures(result, "ours", "1b 256 clients 128/256", "output_throughput")) == 2
     assert "failed: peer, 1b, default flags" in capsys.readouterr().out
 
@@ -132,33 +137,64 @@ def test_a_comparison_that_is_stopped_leaves_nothing_behind(shape: str, tmp_path
     assert process.wait(30) == 128 + signal.SIGTERM
     assert children
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert (tmp_path / "out" / "result.json").exists()
+    assert (tmp_path / "out" / "result-online8b.json").exists()
 
 
 def test_offline_sides(tmp_path: Path) -> None:
     model = str(cached_tiny_model("llama"))
     site = write_scripted_peer(tmp_path / "site")
-    engine = '--args=--engine-args \'{"device": "cpu", "kv_cache_memory_bytes": "32m"}\''
     arguments = ["--group", "offline", "--model-8b", model, "--rounds", "1", "--shrink", "16", "--select", "8b"]
-    result = run(tmp_path / "out", *arguments, *TINY, engine, "--peer-env", f"PYTHONPATH={site}")
+    result = run(tmp_path / "out", *arguments, *TINY, f"--args={ON_CPU}", "--peer-env", f"PYTHONPATH={site}")
     assert [session["version"].split()[0] for session in result["sessions"]] == ["Tokenmill", "vLLM"]
     for side in ("ours", "peer"):
         assert figures(result, side, "8b 512 x 128/128", "output_tok_s")[0] > 0
         assert figures(result, side, "8b 256 x 1024/1", "input_tok_s")[0] > 0
         assert figures(result, side, "8b decode 256", "num_steps")[0] >= 4
     assert 18.0 <= figures(result, "peer", "8b decode 256", "step_ms")[0] < 40.0  # 2 ms and 1 ms for each of 16
-    assert len(result["table"]) == 2 + 8
+    assert len(result["table"]) == 2 + 7
+    commands = [" ".join(session["command"]) for session in result["sessions"]]
+    assert all("--max-model-len 1024" in command for command in commands)  # the positions of the model
 
 
 def test_ourselves_as_the_peer(tmp_path: Path) -> None:
     model = str(cached_tiny_model("llama"))
-    flags = "--device cpu --kv-cache-memory-bytes 32m"
     ourselves = "{python} -m tokenmill serve {model} --served-model-name {name} --load-format dummy --dtype {dtype}"
     ourselves += " --max-model-len {max_model_len} --port {port}"
     arguments = ["--group", "online1b", "--model-1b", model, "--rounds", "1", "--shrink", "16", *TINY]
-    arguments += [f"--args={flags}", f"--peer-args={flags}", "--peer-command", ourselves, "--prompt-format", "text"]
+    arguments += [f"--args={ON_CPU}", f"--peer-args={ON_CPU}", "--peer-command", ourselves, "--prompt-format", "text"]
     result = run(tmp_path / "out", *arguments)
     for side in ("ours", "peer"):
         assert figures(result, side, "1b 256 clients 128/256", "completed") == [128, 128]
         assert figures(result, side, "1b 256 clients 128/256", "total_output_tokens") == [2048, 2048]
     assert len(result["table"]) == 2 + 18
+
+
+def test_every_group_alone_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The trial that needs neither a GPU nor a peer nor a model: the embedded one, which is GGUF, stands in."""
+    trial = [
+        "--peer",
+        "none",
+        "--shrink",
+        "64",
+        "--rounds",
+        "1",
+        *TINY,
+        "--args=--device cpu --kv-cache-memory-bytes 512m",
+    ]
+    for group, num_rows in (("offline", 10), ("online8b", 14), ("online1b", 12)):
+        result = run(tmp_path / "out", "--group", group, *trial)
+        assert result["failures"] == []
+        titles = [line.split("|")[1] for line in result["table"][2:]]
+        assert len(titles) == len(set(titles)) == num_rows
+        assert not any("peer" in title for title in titles)
+        assert f"result-{group}.json" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.json"))
+    assert names == ["result-offline.json", "result-online1b.json", "result-online8b.json"]
+
+
+def test_a_flag_that_is_wrong_ends_our_driver_with_one_line(tmp_path: Path) -> None:
+    model = str(cached_tiny_model("llama"))
+    arguments = ["--group", "offline", "--model-8b", model, "--select", "8b decode 1", "--peer", "none", *TINY]
+    result = run(tmp_path / "out", *arguments, "--args=--no-such-flag 1", status=1)
+    assert "tokenmill: error: unknown flag --no-such-flag" in result["failures"][0]
+    assert "Traceback" not in result["failures"][0]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import cli, compare_cli
 from tokenmill_server.bench.compare import PEER_DRIVER, PEER_SERVER, Compare
@@ -71,14 +72,15 @@ def test_mistakes_are_explained(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--group online8b needs --model-8b FOLDER"),
-        (["--model-8b", "/no/model"], "has no config.json that names a vocab_size"),
+        ([], "--group online8b needs --model-8b: a folder with config.json"),
+        (["--model-8b", "/no/model"], "--model-8b /no/model does not exist; name a folder with config.json"),
+        (["--model-8b", __file__], "is a file but not GGUF"),
         (["--select", "nothing like it"], "no load of the group online8b has nothing like it in its name"),
         (["--output", os.devnull + "/x"], "cannot write to --output"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
-    given = arguments if not arguments or "--model-8b" in arguments else [*arguments, "--model-8b", str(tmp_path)]
+def test_what_cannot_be_compared_is_refused(arguments: list[str], message: str) -> None:
+    model = ["--model-8b", str(cached_tiny_model("llama"))]
+    given = arguments if not arguments or "--model-8b" in arguments else [*arguments, *model]
     with pytest.raises(ConfigError, match=message):
         cli.main(["compare", "--group", "online8b", *given])

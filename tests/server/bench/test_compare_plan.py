@@ -73,11 +73,22 @@ def test_every_row_has_its_sessions(group: Group) -> None:
     loads = loads_of(group, [], 1)
     sessions = sessions_of(group, loads, 1, True)
     measured = {(each.side, each.variant, load.name) for each in sessions for load in each.loads}
-    for row in rows_of(group, loads):
+    for row in rows_of(group, loads, True):
         if row.load != START:
             assert {("ours", row.ours, row.load), ("peer", row.peer, row.load)} <= measured
-    titles = [row.title for row in rows_of(group, loads)]
+    titles = [row.title for row in rows_of(group, loads, True)]
     assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("divisor", [1, 2, 16, 64, 100000])
+def test_alone_every_row_is_a_measurement_of_its_own(group: Group, divisor: int) -> None:
+    loads = loads_of(group, [], divisor)
+    rows = rows_of(group, loads, False)
+    measured = {(each.variant, load.name) for each in sessions_of(group, loads, 1, False) for load in each.loads}
+    assert {(row.ours, row.load) for row in rows if row.load != START} == measured
+    assert len({(row.ours, row.load, row.metric) for row in rows}) == len(rows)
+    assert len({row.title for row in rows}) == len(rows)
 
 
 def test_selection_and_sizes() -> None:
@@ -90,5 +101,7 @@ def test_selection_and_sizes() -> None:
         (12, 16, 2, 4),
         (1, 16, 2, 1),
     ]
+    decodes = [load.name for load in loads_of("offline", ["8b decode"], 16)["8b"]]
+    assert decodes == ["8b decode 1", "8b decode 32", "8b decode 128", "8b decode 256"]
     decode = loads_of("offline", ["8b decode 256"], 64)["8b"][0]
     assert (decode.num_prompts, decode.input_len, decode.output_len) == (4, 16, 16)
