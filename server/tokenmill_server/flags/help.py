@@ -109,7 +109,7 @@ def _row(left: str, right: str) -> str:
 def _environment_note() -> str:
     return (
         "Every flag can also be set by a variable, for example TOKENMILL_PORT for --port.\n"
-        "More: --help all, --help HEADING, --help WORD (or --help=WORD)."
+        "More: --help all, --help and a heading from above (--help cache), or any word (--help tokenizer)."
     )
 
 
