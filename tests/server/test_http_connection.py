@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
-from tokenmill_server import http_server
+from tokenmill_server import http_connection
 from tokenmill_server.accept import ConnectionCounts
 from tokenmill_server.http_server import HttpServer
 
@@ -47,8 +47,8 @@ async def read_app(receive: Receive, send: Send) -> None:
 
 @pytest_asyncio.fixture
 async def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    monkeypatch.setattr(http_server, "_BODY_TIMEOUT_S", BODY_TIMEOUT_S)
-    monkeypatch.setattr(http_server, "_HEAD_TIMEOUT_S", HEAD_TIMEOUT_S)
+    monkeypatch.setattr(http_connection, "_BODY_TIMEOUT_S", BODY_TIMEOUT_S)
+    monkeypatch.setattr(http_connection, "_HEAD_TIMEOUT_S", HEAD_TIMEOUT_S)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = HttpServer(slow_app, listener, ConnectionCounts(tmp_path / "counts", 1, 0))
         server.open()
