@@ -74,7 +74,7 @@ def resolve_attention_backend(
         counterpart = VLLM_NAMES[requested]
         if counterpart == built_in:
             return "auto"
-        obstacles = ["there is none here"]
+        obstacles = ["Tokenmill has no such backend"]
         if counterpart is not None:
             obstacles = [f"{counterpart}: {text}" for text in _obstacles(counterpart, device, head_dim, dtype)]
         if counterpart is not None and not obstacles:

@@ -76,8 +76,8 @@ def test_names_of_vllm_mean_their_counterparts(
 @pytest.mark.parametrize(
     ("requested", "device", "message"),
     [
-        ("flashinfer", H100, "--x FLASHINFER is replaced by triton (there is none here)"),
-        ("rocm-flash", CPU, "--x ROCM_FLASH is replaced by native (there is none here)"),
+        ("flashinfer", H100, "--x FLASHINFER is replaced by triton (Tokenmill has no such backend)"),
+        ("rocm-flash", CPU, "--x ROCM_FLASH is replaced by native (Tokenmill has no such backend)"),
         ("triton-attn", CPU, "--x TRITON_ATTN is replaced by native (triton: it needs an NVIDIA GPU)"),
         ("torch-sdpa", H100, "--x TORCH_SDPA is replaced by triton (native: it runs on a CPU only)"),
         (
