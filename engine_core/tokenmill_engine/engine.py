@@ -4,6 +4,7 @@ Knows nothing of sockets and processes (`process`), of devices (the executor) or
 """
 
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -275,7 +276,7 @@ class _Recorder:
 
     def record_device(self, elapsed_s: float, mixed_tokens: int) -> None:
         """How long a step took, and what one with prompts beside running streams may compute."""
-        if elapsed_s > 0.0:
+        if 0.0 < elapsed_s < math.inf:
             self._metrics.step_time.observe(elapsed_s)
         self._metrics.mixed_step_tokens.set(mixed_tokens)
 

@@ -13,7 +13,8 @@ visited. And the uncertainty of every knot is at hand: a size counts as known on
 
 A step that waited for something tells nothing: one that took far too long changes next to nothing, unless those of
 its size do so several times in a row. Then, and when a step was too quick, the model is wrong, and the filter admits
-it. Everything is deterministic in the order of observations. Times are seconds.
+it. A prediction is advice and must not stop an engine: times that no step takes are not looked at, and a filter whose
+numbers are not finite begins anew. Everything is deterministic in the order of observations. Times are seconds.
 """
 
 import math

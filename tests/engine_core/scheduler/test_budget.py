@@ -135,6 +135,17 @@ def closed_loop(costs: Costs, explicit: int = 0, start: tuple[tuple[int, float],
     return loop.run(256, 640)
 
 
+REAL_STARTS_MS = (
+    (8.0, 10.8, 19.4, 39.0, 79.2, 157.6),
+    (8.0, 11.0, 19.7, 40.0, 79.8, 169.0),
+    (8.0, 11.2, 19.7, 40.3, 82.3, 165.8),
+    (8.1, 11.3, 20.1, 39.5, 82.0, 168.0),
+    (8.1, 11.6, 21.2, 39.9, 80.0, 164.3),
+    (8.0, 11.2, 20.1, 39.1, 82.0, 169.3),
+)
+"""What an H100 measured at six starts with an 8B model, each of `SIZES` once."""
+
+
 class TestStartCosts:
     """Steps correct what the start measured."""
 
@@ -169,6 +180,12 @@ class TestStartCosts:
         factors = 1.0 + 0.03 * np.random.default_rng(seed).standard_normal(len(SIZES))
         true = costs.prefill_costs(SIZES)
         self.expect_recovery(costs, tuple((n, s * float(f)) for (n, s), f in zip(true, factors, strict=True)))
+
+    @pytest.mark.parametrize("start_ms", REAL_STARTS_MS)
+    def test_starts_of_a_card(self, start_ms: tuple[float, ...]) -> None:
+        start = tuple((size, ms * 1e-3) for size, ms in zip(SIZES, start_ms, strict=True))
+        self.expect_recovery(H100_8B_FLAT, start)
+        assert np.percentile(closed_loop(H100_8B_FLAT, start=start).gaps, 99) < 0.040
 
 
 class TestTarget:
