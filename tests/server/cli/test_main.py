@@ -62,3 +62,14 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_signals_are_seen_to_before_anything_is_imported() -> None:
+    """Until then Ctrl-C shows a traceback."""
+    script = (
+        "import collections.abc, signal, sys, types; known = {*sys.modules}; import tokenmill_server.cli.main; "
+        "print(sorted({*sys.modules} - known))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    imported = {"tokenmill_server", "tokenmill_server.cli", "tokenmill_server.cli.main"}
+    assert done.stdout == f"{sorted(imported)}\n"
