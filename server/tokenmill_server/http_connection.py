@@ -20,6 +20,8 @@ _HEAD_TIMEOUT_S = 60.0
 """How long a client may take to send a request's head, from its connection or the head's first byte on."""
 _BODY_TIMEOUT_S = 60.0
 """How long a client may send nothing of a body that is not complete."""
+_LINGER_S = 2.0
+"""How long a client that was refused may go on sending: it is read and ignored."""
 _PIECE_BYTES = 1024
 """Parsed at once, unless it is all one body. So many bytes are at most 64 requests, which then wait for their turn."""
 _MAX_UNPARSED_BYTES = 64 * 1024
@@ -120,13 +122,17 @@ class HttpConnection(HttpToolsProtocol):
         self._is_at_end = True
         self._close_after_end()
         answering = self._answering
-        return answering is not None and not self.transport.is_closing() and answering.scope["method"] in _SAFE_METHODS
+        if answering is None or answering.response_complete or answering.disconnected or self.transport.is_closing():
+            return False
+        return answering.scope["method"] in _SAFE_METHODS
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._refusal is None:
             self._parse_received()
-        if not self.transport.is_closing() and self._is_idle and self._refusal is not None:
+        elif self._is_idle:
             self._close_with(self._refusal)
 
     # --- the parser's callbacks -----------------------------------------------------------------------------------
@@ -260,7 +266,9 @@ class HttpConnection(HttpToolsProtocol):
             + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             + body
         )
-        self.transport.close()
+        # To close what has not been read would reset the connection, and the client might lose the reply.
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _close_after_end(self) -> None:
         """Closes once the client sends no more and everything that it sent in full is answered."""

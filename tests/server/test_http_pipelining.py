@@ -114,6 +114,12 @@ async def send_until_stuck(connection: socket.socket, data: bytes) -> int:
     return num_sent
 
 
+async def send_forever(connection: socket.socket) -> None:
+    while True:
+        await asyncio.get_running_loop().sock_sendall(connection, bytes(1024))
+        await asyncio.sleep(0.01)
+
+
 async def read_all(connection: socket.socket) -> bytes:
     data = bytearray()
     while part := await asyncio.get_running_loop().sock_recv(connection, 1 << 20):
@@ -264,6 +270,15 @@ async def test_good_requests_are_answered_before_a_bad_one(tmp_path: Path, good:
     status, code = (b"431", b"headers_too_large") if len(bad) > 1000 else (b"400", b"invalid_http")
     assert last.startswith(status)
     assert b'"code":"%b"' % code in last.partition(b"\r\n\r\n")[2]
+
+
+@on_uvloop
+async def test_who_sends_more_than_is_read_gets_the_reply(tmp_path: Path) -> None:
+    """And does not keep the connection by sending on."""
+    async with serve(tmp_path, Application()) as address:
+        assert (await exchange(address, bytes(4 * 1024 * 1024))).startswith(b"HTTP/1.1 400 ")
+        with await connect(address) as connection, pytest.raises(ConnectionError):
+            await asyncio.wait_for(send_forever(connection), PATIENCE_S)
 
 
 @on_uvloop
