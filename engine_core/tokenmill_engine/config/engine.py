@@ -54,7 +54,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     explicit_budget: bool = False
-    """Whether `max_num_batched_tokens` was asked for: then every step may use all of it."""
+    """Every step may use all of `max_num_batched_tokens`: it was asked for, or nobody waits for single tokens."""
     target_itl_ms: float | None = None
     """Inter-token latency that running requests keep while prompts are computed beside them."""
     policy: SchedulingPolicy = "fcfs"

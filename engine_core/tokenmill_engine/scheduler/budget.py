@@ -1,9 +1,10 @@
 """How many tokens a step may compute. A policy decides; which one follows from the flags:
 
-* `--max-num-batched-tokens` alone: every step may compute that many.
+* `--max-num-batched-tokens` alone, and `LLM` on a GPU: every step may compute that many.
 * `--target-itl-ms`: a step in which requests decode takes as many prompt tokens as keep its predicted time within the
   target; at least `MIN_PREFILL_TOKENS`, so that prompts never starve.
-* neither: a step in which requests decode takes the smallest number of tokens that costs at most 2 % of throughput.
+* neither: a step in which requests decode takes the smallest number of tokens at which a token costs at most 5 %
+  more than at the best one.
 
 A step in which nothing decodes may always compute `max_num_batched_tokens`: nobody waits for its end. No policy
 changes what is computed, only when.
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 MIN_PREFILL_TOKENS = 32
 """Prompt tokens that a step may compute whatever decodes beside them, within `max_num_batched_tokens`."""
 
-_MOST_LOSS = 0.02
+_MOST_LOSS = 0.05
 """A token of a full mixed step may cost so much more than at the best size. Twice the size doubles the time between
 tokens: it has to give more for that than a difference which cards and clocks make from one start to the next."""
 _BENEFIT, _BENEFIT_IN_USE = 0.5, 1.5
@@ -132,16 +133,17 @@ class FixedBudget:
         """Nothing is to be learnt."""
 
     def describe(self) -> str:
-        return f"{self.mixed_tokens} tokens in every step, as asked for"
+        return f"{self.mixed_tokens} tokens in every step"
 
 
 class EfficientBudget:
-    """In steps with decodes the smallest number of tokens at which a token costs at most 2 % more than at the best.
+    """In steps with decodes the smallest number of tokens at which a token costs at most 5 % more than at the best.
 
     Candidates are the sizes at which the cost model has a knot, as far as they are known. Doubt speaks for the smaller
     one: in use it is measured anew. Other sizes that may be right are visited in single steps now and then, so that a
-    measurement that erred is corrected in either direction: after some steps the choice rests on steps alone. If
-    nothing was measured at the start, each size that may be the best is tried at once.
+    measurement that erred is corrected in either direction: after some steps the choice rests on steps alone, except
+    that it stays within twice the size that the start chose. If nothing was measured at the start, each size that may
+    be the best is tried at once.
     """
 
     def __init__(self, max_tokens: int, model: StepCostModel) -> None:
@@ -150,7 +152,10 @@ class EfficientBudget:
         self._untried: list[int] = []
         self._chosen = max_tokens
         self._visits = _Visits()
+        self._largest = max_tokens
         self._reconsider()
+        if model.was_measured:
+            self._largest = 2 * self._chosen
 
     @property
     def mixed_tokens(self) -> int:
@@ -187,7 +192,7 @@ class EfficientBudget:
     def _reconsider(self) -> list[SizeCost]:
         """Choose anew. Returns what is known of the sizes, ascending."""
         sizes = self._sizes()
-        known = [size for size in sizes if size.is_known]
+        known = [size for size in sizes if size.is_known and size.num_tokens <= self._largest]
         if not known:
             return []
         best = min(size.per_token for size in known)

@@ -276,8 +276,8 @@ _SCHEDULER = (
         integer(1, 2**31 - 1),
         None,
         "Most tokens per step: larger for throughput, smaller for even streams. Default: 2048 "
-        "(on GPUs of 70 GiB and more 8192, for LLM(...) 16384), and beside running streams the fewest that "
-        "cost at most 2 % of throughput",
+        "(on GPUs of 70 GiB and more 8192, for LLM(...) 16384), and in a server beside running streams the fewest at "
+        "which a token costs at most 5 % more than at the best",
         "scheduler.max_num_batched_tokens",
         metavar="TOKENS",
     ),

@@ -68,9 +68,9 @@ class TestDefault:
         assert take_all(budget, 100, 10_000, [(9000, 0)]) == [924]
         assert take_all(budget, 0, 0, [(9000, 0)]) == [8192]
 
-    def test_a_size_that_costs_just_under_one_percent_more_is_taken(self) -> None:
+    def test_a_size_that_costs_just_under_five_percent_more_is_taken(self) -> None:
         # After several steps: what was only measured at the start gets the benefit of the doubt.
-        for loss, chosen in ((1.008, 512), (1.05, 1024)):
+        for loss, chosen in ((1.045, 512), (1.09, 1024)):
             budget = make_budget(config(1024), ((512, 0.010 * loss), (1024, 0.020)))
             for _ in range(50):
                 budget.observe(plan_of(1, 1, 511), 0.010 * loss)
@@ -165,7 +165,7 @@ class TestStartCosts:
         assert np.median(mixed[-200:]) == 1024
         assert sum(num_tokens > 1024 for num_tokens in mixed[-200:]) < 4
         # Until then as well, little was lost.
-        assert loop.tokens_per_s > 0.98 * closed_loop(costs, explicit=1024).tokens_per_s
+        assert loop.tokens_per_s > 0.96 * closed_loop(costs, explicit=1024).tokens_per_s
 
     @pytest.mark.parametrize("factor", [0.9, 1.1])
     @pytest.mark.parametrize("size", SIZES)

@@ -3,7 +3,7 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -117,6 +117,16 @@ def test_a_budget_is_explicit_wherever_it_was_given(tmp_path: Path) -> None:
     offer_keywords(values, {"max_num_batched_tokens": None, "device": "cpu"}, "LLM")
     scheduler = build_configuration(values, offline=True).engine.scheduler
     assert (scheduler.explicit_budget, scheduler.target_itl_ms) == (False, None)
+
+
+@pytest.mark.parametrize(("kind", "explicit"), [("cuda", True), ("cpu", False)])
+def test_nobody_watches_the_tokens_of_an_llm(
+    kind: Literal["cuda", "cpu"], explicit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So its steps on a GPU may always use everything, where those of a server are short beside running streams."""
+    monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo(kind, "device", 80 * GIB, 1, (9, 0)))
+    assert build_configuration(FlagValues(), offline=True).engine.scheduler.explicit_budget is explicit
+    assert build_configuration(FlagValues()).engine.scheduler.explicit_budget is False
 
 
 @pytest.mark.parametrize(("value", "is_told"), [("1e-9", True), ("0.05", True), ("1", False), ("40", False)])
