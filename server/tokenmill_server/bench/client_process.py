@@ -6,6 +6,7 @@ everything and the warm-up is over, sends the measured jobs when told to, and ha
 
 import argparse
 import asyncio
+import gc
 import time
 
 import msgspec
@@ -100,6 +101,7 @@ async def _run(channel: ControlChannel[ToClient], target: Target) -> None:
     if target.max_concurrency is not None:
         await client.open(min(target.max_concurrency, len(jobs)))
     await send_all(client, target.endpoint, warmups, target.max_concurrency, 0.0, _Counter().add)
+    gc.collect()
     channel.send(Prepared())
     begin = channel.receive()
     if not isinstance(begin, Begin):

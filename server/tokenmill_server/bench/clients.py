@@ -1,6 +1,7 @@
 """Drives the load: in this process, or spread evenly over several that start at the same moment."""
 
 import contextlib
+import gc
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,7 @@ async def _run_here(
     if target.max_concurrency is not None:
         await client.open(min(target.max_concurrency, len(jobs)))
     await send_all(client, target.endpoint, warmups, target.max_concurrency, 0.0, lambda: None)
+    gc.collect()
     start_s = time.perf_counter()
     records = await send_all(client, target.endpoint, jobs, target.max_concurrency, start_s, on_done)
     client.close()

@@ -60,8 +60,8 @@ async def send_all(
                 sinks.append(sink)
             on_done()
 
-    # Nothing here makes reference circles: a search for some in the middle of the run would only delay it.
-    gc.collect()
+    # Nothing here makes reference circles: a search for some in the middle of the run would only delay it. What was
+    # there before is the caller's: a search for it takes time that the run has not to spare once it has a start.
     gc.disable()
     try:
         async with asyncio.TaskGroup() as tasks:
