@@ -298,6 +298,18 @@ def formatted(row: dict[str, object]) -> str:
     return f"{row['op']!s:<86}{text}  {row.get('failed', '')}".rstrip()
 
 
+def print_table(measured: Iterator[dict[str, object]], json_file: Path | None, heading: str = "") -> None:
+    """Prints the card, `heading` and each row as it is measured; all rows go to `json_file` if there is one."""
+    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{heading}")
+    table = []
+    for row in measured:
+        table.append(row)
+        sys.stdout.write(formatted(row) + "\n")
+        sys.stdout.flush()
+    if json_file is not None:
+        json_file.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": table}, indent=1))
+
+
 def main() -> None:
     """Prints the table as it grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,15 +317,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    sys.stdout.write(f"{'':<86}{'ms':>9}  {'floor ms':>9}  {'x':>6}  {'GB/s':>7}  {'TF/s':>6}\n")
-    table = []
-    for row in rows(arguments.sweep):
-        table.append(row)
-        sys.stdout.write(formatted(row) + "\n")
-        sys.stdout.flush()
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": table}, indent=1))
+    print_table(
+        rows(arguments.sweep),
+        arguments.json,
+        f"{'':<86}{'ms':>9}  {'floor ms':>9}  {'x':>6}  {'GB/s':>7}  {'TF/s':>6}\n",
+    )
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ Logits are normal numbers: flat ones, as dummy weights give, where top_p keeps m
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from kernels_gpu import copy_bandwidth, formatted, median_ms, num_sets
+from kernels_gpu import copy_bandwidth, median_ms, num_sets, print_table
 
 from tokenmill_kernels import sampling_columns as columns
 from tokenmill_kernels.gpu.argmax import argmax
@@ -122,14 +120,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    table = []
-    for row in rows():
-        table.append(row)
-        sys.stdout.write(formatted(row) + "\n")
-        sys.stdout.flush()
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": table}, indent=1))
+    print_table(rows(), arguments.json)
 
 
 if __name__ == "__main__":
