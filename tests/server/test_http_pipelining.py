@@ -8,11 +8,13 @@ import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
+from weakref import WeakSet
 
 import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tokenmill_server.accept import ConnectionCounts
@@ -142,22 +144,36 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def num_requests() -> int:
-    """Requests in memory that are not answered."""
-    gc.collect()
-    return sum(
-        issubclass(type(thing), RequestResponseCycle) and not thing.response_complete  # looks at nothing else
-        for thing in gc.get_objects()
-    )
+class Requests:
+    """Those of one test's server that are in memory and not answered."""
+
+    def __init__(self) -> None:
+        self._all: WeakSet[RequestResponseCycle] = WeakSet()
+
+    def add(self, *arguments: Any, **named: Any) -> RequestResponseCycle:
+        request = RequestResponseCycle(*arguments, **named)
+        self._all.add(request)
+        return request
+
+    def count(self) -> int:
+        return sum(not request.response_complete for request in self._all)
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    requests = Requests()
+    monkeypatch.setattr(httptools_impl, "RequestResponseCycle", requests.add)
+    return requests
 
 
 @pytest.mark.parametrize("request_", [GET, SHORTEST_GET, POST], ids=["get", "shortest", "post"])
 @pytest.mark.parametrize("num_connections", [1, 8])
 @on_uvloop
-async def test_requests_that_wait_cost_little(tmp_path: Path, request_: bytes, num_connections: int) -> None:
+async def test_requests_that_wait_cost_little(
+    tmp_path: Path, requests: Requests, request_: bytes, num_connections: int
+) -> None:
     """Neither many of them are held, nor many of their bytes, while the first one is answered."""
     app = Application()
-    others = num_requests()  # of tests before, not gone yet
     flood = request_ * (4 * 1024 * 1024 // len(request_))
     async with serve(tmp_path, app) as address, AsyncExitStack() as stack:
         connections = [stack.enter_context(await connect(address)) for _ in range(num_connections)]
@@ -168,28 +184,27 @@ async def test_requests_that_wait_cost_little(tmp_path: Path, request_: bytes, n
         finally:
             tracemalloc.stop()
         assert max(sent) < 4 * KERNEL_BYTES + MAX_BYTES
-        assert num_requests() - others <= num_connections * (MAX_WAITING + 1)
+        assert requests.count() <= num_connections * (MAX_WAITING + 1)
         assert num_held_bytes < num_connections * 2 * MAX_BYTES
         assert app.num_begun == num_connections
 
 
 @on_uvloop
-async def test_requests_that_wait_cost_little_while_others_are_answered(tmp_path: Path) -> None:
+async def test_requests_that_wait_cost_little_while_others_are_answered(tmp_path: Path, requests: Requests) -> None:
     """Each answer admits no more requests than it makes room for."""
     app = Application()
     app.gate.set()
-    others = num_requests()  # of tests before, not gone yet
     most = 0
     flood = SHORTEST_GET * 50_000
     async with serve(tmp_path, app) as address:
         with await connect(address) as connection:
             sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(connection, flood))
             while app.num_begun < 10 * MAX_WAITING:
-                most = max(most, num_requests())
+                most = max(most, requests.count())
                 for _ in range(10):
                     await asyncio.get_running_loop().sock_recv(connection, 4096)
             sending.cancel()
-    assert 1 < most - others <= MAX_WAITING + 1
+    assert 1 < most <= MAX_WAITING + 1
 
 
 @on_uvloop
@@ -246,7 +261,7 @@ async def test_every_request_is_answered_in_order(tmp_path: Path, size: int) -> 
 @pytest.mark.parametrize("resets", [False, True])
 @on_uvloop
 async def test_a_client_that_leaves_is_noticed_behind_waiting_requests(
-    tmp_path: Path, following: bytes, resets: bool
+    tmp_path: Path, requests: Requests, following: bytes, resets: bool
 ) -> None:
     app = Application()
     async with serve(tmp_path, app) as address:
@@ -258,7 +273,8 @@ async def test_a_client_that_leaves_is_noticed_behind_waiting_requests(
         await until(lambda: app.num_left == 1)
         await asyncio.sleep(0.05)
         assert app.num_begun == 1
-        assert num_requests() == 0
+        gc.collect()
+        assert requests.count() == 0
 
 
 @pytest.mark.parametrize("bad", [b"GARBAGE\r\n\r\n", CHUNKED + b"ZZZ\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * 300_000])
