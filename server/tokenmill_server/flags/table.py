@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from tokenmill_engine.config.attention import parse_attention_backend
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
+from tokenmill_server.flags.parallel import PARALLEL
 from tokenmill_server.flags.parsers import (
     boolean,
     integer,
@@ -183,31 +184,6 @@ _FRONTEND = (
         "server.shutdown_timeout_s",
         metavar="SECONDS",
         offline=False,
-    ),
-)
-
-_PARALLEL = (
-    Flag(
-        "api-server-count",
-        Group.PARALLEL,
-        integer(1, 256),
-        None,
-        "HTTP processes that share the port. Default on a GPU: one for every four CPUs, at most four per engine core; "
-        "1 on the CPU",
-        "server.api_server_count",
-        metavar="N",
-        short=("-asc",),
-        offline=False,
-    ),
-    Flag(
-        "data-parallel-size",
-        Group.PARALLEL,
-        integer(1, 256),
-        1,
-        "Engine cores, each with a copy of the model; requests go to the least loaded one",
-        "engine.data_parallel_size",
-        metavar="N",
-        short=("-dp",),
     ),
 )
 
@@ -387,6 +363,6 @@ _OBSERVABILITY = (
 )
 
 FLAGS = MappingProxyType(
-    {flag.key: flag for flag in (*_MODEL, *_FRONTEND, *_PARALLEL, *_CACHE, *_SCHEDULER, *_DEVICE, *_OBSERVABILITY)}
+    {flag.key: flag for flag in (*_MODEL, *_FRONTEND, *PARALLEL, *_CACHE, *_SCHEDULER, *_DEVICE, *_OBSERVABILITY)}
 )
 """Every flag by its Python name, in the order of `--help`. `--config` is not among them: it names a source of flags."""
