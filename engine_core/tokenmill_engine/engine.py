@@ -191,9 +191,9 @@ class EngineCore:
         """Set the gauges, and tell the API servers that had no output if the load is another than they know."""
         load = self.scheduler.load
         self._recorder.set_load(load)
-        for client, output in self._outbox:
-            if client in self._listeners:
-                self._listeners[client].load = output.load
+        for client, message in self._outbox:
+            if isinstance(message, StepOutput) and client in self._listeners:
+                self._listeners[client].load = message.load
         for client, listener in self._listeners.items():
             if listener.load is None or _differs(listener.load, load):
                 self._outbox.append((client, LoadReport(self._engine, load, listener.incarnation)))

@@ -88,7 +88,8 @@ class ClientGone(msgspec.Struct, array_like=True, tag=True, frozen=True):
 class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """First message of an API server, once its output socket is connected: from now on it is told the load.
 
-    The engine answers with a `LoadReport`, which also proves that the way back works.
+    The engine answers with a `LoadReport`, which also proves that the way back works, and where it publishes block
+    events with all of its blocks.
     """
 
     client: int
@@ -130,6 +131,9 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+    num_waiting_tokens: int = 0
+    """Tokens of waiting and running requests that no step has computed or will compute yet: queued prefill work. Told
+    with several data-parallel ranks only; what waiting requests will find in the prefix cache is not taken off."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -160,13 +164,42 @@ class LoadReport(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Of the API server that it is meant for."""
 
 
-EngineMessage = StepOutput | LoadReport
+class BlockEvents(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Which blocks an engine's prefix cache has gained and lost since the last such message to this API server. Comes
+    after the outputs of the steps it covers. No name is in both; neither order of applying them is wrong.
+
+    `stored` and `removed` are packed names (`block_hash.short_name`), uint64, little-endian.
+    """
+
+    engine: int
+    stored: bytes
+    removed: bytes
+    incarnation: int = 0
+    """Of the API server that it is meant for."""
+    is_snapshot: bool = False
+    """`stored` is all there is; forget what was known before."""
+
+
+EngineMessage = StepOutput | LoadReport | BlockEvents
+
+
+class Endpoints(msgspec.Struct, frozen=True):
+    """ZeroMQ addresses of one engine core, `ipc://` or `tcp://`."""
+
+    input: str
+    """Where it receives `ClientMessage`s."""
+    output: str
+    """Where it sends `EngineMessage`s from."""
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
     """From a started engine core to the launcher, which passes it on to the API servers."""
 
     engine: int
+    incarnation: int
+    """How often this rank was started before."""
+    endpoints: Endpoints
+    """Of this incarnation: nobody else ever had them."""
     max_model_len: int
     """Longest request (prompt + output tokens) that this engine can hold."""
     num_gpu_blocks: int

@@ -31,8 +31,16 @@ from tokenmill_engine.ipc.control import EngineControl, EngineStart, StartFailed
 from tokenmill_engine.ipc.ids import client_identity, incarnation_of
 from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
-from tokenmill_engine.ipc.sockets import bind_router, input_endpoint, output_endpoint
-from tokenmill_engine.messages import ClientGone, ClientMessage, EngineMessage, EngineReady, LoadReport
+from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint
+from tokenmill_engine.messages import (
+    BlockEvents,
+    ClientGone,
+    ClientMessage,
+    Endpoints,
+    EngineMessage,
+    EngineReady,
+    LoadReport,
+)
 from tokenmill_engine.preparation import Preparation
 
 logger = logging.getLogger("tokenmill_engine.process")  # the module itself runs as `__main__`
@@ -49,6 +57,7 @@ class Inbox:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
         self._socket = bind_router(context, endpoint)
+        self.endpoint = bound_endpoint(self._socket)
         self._decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
         self._messages: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
         self._stopped = False
@@ -102,6 +111,7 @@ class Outbox:
         self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, on_lost: Callable[[int, int], None]
     ) -> None:
         self._socket = bind_router(context, endpoint, mandatory=True)
+        self.endpoint = bound_endpoint(self._socket)
         self._on_lost = on_lost
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
@@ -165,7 +175,7 @@ class _Kept:
 
 def _incarnation_addressed(message: EngineMessage) -> int:
     """The incarnation of the API server that the message is for."""
-    if isinstance(message, LoadReport):
+    if isinstance(message, LoadReport | BlockEvents):
         return message.incarnation
     return incarnation_of(int.from_bytes(message.request_ids[:8], "little"))
 
@@ -181,10 +191,10 @@ class EngineProcess:
         """
         self._observability = start.config.observability
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.inbox = Inbox(context, input_endpoint(start.run_dir, start.engine))
+        self.inbox = Inbox(context, start.bind.input)
         self._outbox = Outbox(
             context,
-            output_endpoint(start.run_dir, start.engine),
+            start.bind.output,
             on_lost=lambda client, incarnation: self.inbox.put(ClientGone(client, incarnation)),
         )
         executor, capacity = preparation.start_executor(start.config)
@@ -192,6 +202,8 @@ class EngineProcess:
         self._core = EngineCore(start.config, executor, capacity, start.engine)
         self.ready = EngineReady(
             engine=start.engine,
+            incarnation=start.incarnation,
+            endpoints=Endpoints(self.inbox.endpoint, self._outbox.endpoint),
             max_model_len=capacity.max_model_len,
             num_gpu_blocks=capacity.num_blocks,
             block_size=capacity.block_size,

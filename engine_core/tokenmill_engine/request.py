@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill_engine.block_hash import BlockHash, CacheKey
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.ipc.ids import client_of
-from tokenmill_engine.kv_cache.hashing import BlockHash, CacheKey
 from tokenmill_engine.messages import AddRequest, FinishReason, SamplingParams
 
 MAX_BAD_WORD_TOKENS = 4096

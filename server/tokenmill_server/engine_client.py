@@ -18,6 +18,7 @@ from tokenmill_engine.ipc.sockets import connect_dealer, input_endpoint, output_
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
+    BlockEvents,
     ClientMessage,
     EngineMessage,
     FinishReason,
@@ -149,6 +150,8 @@ class EngineClient:
 
     def _handle(self, frame: bytes) -> None:
         message = self._decoder.decode(frame)
+        if isinstance(message, BlockEvents):
+            return
         self.balancer.reported(message.engine, message.load)
         if isinstance(message, LoadReport):
             return

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, FakeHandle
+from tokenmill_engine.block_hash import CacheKey
 from tokenmill_engine.config.engine import SchedulerConfig, SchedulingPolicy
 from tokenmill_engine.errors import EngineError
-from tokenmill_engine.kv_cache.hashing import CacheKey
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import FinishReason, SamplingParams
 from tokenmill_engine.outputs import StepPlan

@@ -8,7 +8,7 @@ recently used first. Knows nothing of requests or tokens.
 
 from collections.abc import Iterable, Sequence
 
-from tokenmill_engine.kv_cache.hashing import BlockHash
+from tokenmill_engine.block_hash import BlockHash
 
 
 class BlockPool:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tokenmill_engine.block_hash import BlockHash
 from tokenmill_engine.kv_cache.block_pool import BlockPool
-from tokenmill_engine.kv_cache.hashing import BlockHash
 
 BlockIds = tuple[list[int], ...]
 """Block ids per KV group, in the order of positions."""

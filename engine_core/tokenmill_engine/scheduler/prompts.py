@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill_engine.kv_cache.hashing import BlockHash, CacheKey, hash_full_blocks
+from tokenmill_engine.block_hash import BlockHash, CacheKey, hash_full_blocks
 from tokenmill_engine.request import Request
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill_engine.block_hash import hash_block
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.ipc.ids import client_of, incarnation_of
-from tokenmill_engine.kv_cache.hashing import hash_block
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import EngineLoad, FinishReason
 from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPlan, StepResult

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tokenmill_engine.block_hash import BlockHash
 from tokenmill_engine.kv_cache.block_pool import BlockPool
-from tokenmill_engine.kv_cache.hashing import BlockHash
 
 
 def name(number: int) -> BlockHash:

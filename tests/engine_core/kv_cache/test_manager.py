@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenmill_engine.kv_cache.hashing import BlockHash, CacheKey, hash_full_blocks
+from tokenmill_engine.block_hash import BlockHash, CacheKey, hash_full_blocks
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 
 BLOCK = 4

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.support.scheduling import make_request
-from tokenmill_engine.kv_cache.hashing import CacheKey, hash_full_blocks
+from tokenmill_engine.block_hash import CacheKey, hash_full_blocks
 from tokenmill_engine.request import Request
 from tokenmill_engine.scheduler.prompts import LastPrompt
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenmill_engine.kv_cache.hashing import BlockHash, CacheKey, MediaSpan, hash_block, hash_full_blocks
+from tokenmill_engine.block_hash import BlockHash, CacheKey, MediaSpan, hash_block, hash_full_blocks
 
 TOKENS = np.arange(40, dtype=np.int32)
 PLAIN = CacheKey()

@@ -3,9 +3,12 @@
 A block's hash covers its parent's hash, its tokens and the media that lie in it; the chain starts at a root made of
 what holds for the whole request (LoRA adapter, cache salt). SHA-256 cut to 128 bits: nobody can construct two
 prompts that share a name, so one user never reads another's cache.
+
+API servers name the blocks of prompts too, to find the engine core that has them: this module knows nothing of pools.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NewType
 
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 BlockHash = NewType("BlockHash", bytes)
 
 _HASH_BYTES = 16
+_SHORT_BYTES = 8
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,3 +66,14 @@ def hash_full_blocks(token_ids: NDArray[np.int32], block_size: int, key: CacheKe
         parent = hash_block(parent, token_ids[start:end].tobytes(), key.extra(start, end))
         hashes.append(parent)
     return hashes
+
+
+def short_name(block_hash: BlockHash) -> int:
+    """The block in `messages.BlockEvents`: the first 8 bytes of its hash as a little-endian integer. Enough to guess
+    who has a block, not to read it."""
+    return int.from_bytes(block_hash[:_SHORT_BYTES], "little")
+
+
+def pack_short_names(block_hashes: Iterable[BlockHash]) -> bytes:
+    """Their short names as uint64, little-endian."""
+    return b"".join([block_hash[:_SHORT_BYTES] for block_hash in block_hashes])
