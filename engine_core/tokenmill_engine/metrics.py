@@ -214,7 +214,7 @@ class EngineMetrics:
 
 
 class FrontendMetrics:
-    """What one API server exports; `engine` arguments name the engine core that served the request.
+    """What one API server exports. Series of one engine core are in the order of engines; their label is its rank.
 
     The HTTP series carry no namespace and exist whatever `namespaces` says.
     """
@@ -226,11 +226,13 @@ class FrontendMetrics:
         max_model_len: int,
         namespaces: Sequence[str] = ("tokenmill",),
         registry: CollectorRegistry | None = None,
+        first_rank: int = 0,
     ) -> None:
+        """`first_rank`: of engine 0."""
         _reserve_files(num_engines, len(namespaces))
         registry = registry or CollectorRegistry()
         prefixes = _prefixes(namespaces)
-        engines = [{"engine": str(engine)} for engine in range(num_engines)]
+        engines = [{"engine": str(first_rank + engine)} for engine in range(num_engines)]
         build = SeriesBuilder(prefixes, {"model_name": model_name}, registry)
         self.time_to_first_token = build.histograms(
             "time_to_first_token_seconds",

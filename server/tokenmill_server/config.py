@@ -1,6 +1,7 @@
 """The frozen configuration of the HTTP front end, shared by the launcher and every API server, and the whole of it."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from tokenmill_engine.config.engine import EngineConfig
@@ -29,9 +30,56 @@ class ServerConfig:
     max_body_bytes: int = 32 * 1024 * 1024
 
 
+class LoadBalancing(StrEnum):
+    """Who chooses the data-parallel rank of a request."""
+
+    INTERNAL = "internal"
+    """An API server, among all ranks, wherever they run."""
+    HYBRID = "hybrid"
+    """Something outside chooses a launcher, an API server of that one chooses among its ranks."""
+    EXTERNAL = "external"
+    """Something outside: every launcher has one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelConfig:
+    """The ranks of a deployment, and which of them this launcher has to do with."""
+
+    size: int = 1
+    """Ranks of all launchers together."""
+    size_local: int = 1
+    """Engine cores that this launcher starts."""
+    start_rank: int = 0
+    """Rank of the first of them."""
+    load_balancing: LoadBalancing = LoadBalancing.INTERNAL
+    headless: bool = False
+    """No API servers: the engine cores are for the head's."""
+    address: str = "127.0.0.1"
+    """Of the head, as headless launchers reach it."""
+    rpc_port: int = 29550
+    token: str | None = None
+    """Secret of all launchers; None: their network is trusted."""
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks that this launcher runs."""
+        return range(self.start_rank, self.start_rank + self.size_local)
+
+    @property
+    def served_ranks(self) -> range:
+        """The ranks that the API servers choose from: this launcher's, or for a headless one the head's."""
+        return range(self.size) if self.load_balancing is LoadBalancing.INTERNAL else self.local_ranks
+
+    @property
+    def is_head(self) -> bool:
+        """Whether headless launchers are to join this one."""
+        return not self.headless and len(self.served_ranks) > self.size_local
+
+
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """What the processes of one server (or one `LLM`) are started with."""
 
     engine: EngineConfig
     server: ServerConfig
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)

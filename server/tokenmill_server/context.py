@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.errors import NotFoundError
+from tokenmill_engine.errors import InvalidRequestError, NotFoundError
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.processing.input_processor import InputProcessor
@@ -34,6 +34,17 @@ class ServerContext:
     def model_name(self) -> str:
         """The name that answers carry."""
         return self.config.served_model_names[0]
+
+    def engine_of(self, rank: int) -> int:
+        """The engine core with data-parallel rank `rank`. Raises InvalidRequestError if it is not one of this
+        server's."""
+        first, size = self.engine_config.data_parallel_first_rank, self.engine_config.data_parallel_size
+        if not first <= rank < first + size:
+            ranks = f"rank {first}" if size == 1 else f"ranks {first} to {first + size - 1}"
+            raise InvalidRequestError(
+                f"this server has no data-parallel rank {rank}; it has {ranks}", "X-data-parallel-rank"
+            )
+        return rank - first
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is a served name, or absent."""

@@ -23,7 +23,8 @@ from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import (
     Drain,
     Drained,
-    EngineDied,
+    EngineBack,
+    EngineLost,
     EnginesReady,
     FromApiServer,
     Listening,
@@ -32,12 +33,16 @@ from tokenmill_engine.ipc.control import (
     ToApiServer,
 )
 from tokenmill_engine.ipc.lifecycle import process_began
+from tokenmill_engine.messages import EngineReady
+from tokenmill_server.children import describe_exit, stop_children
 from tokenmill_server.config import Configuration
 from tokenmill_server.control import ApiServerStart
+from tokenmill_server.engine_table import EngineTable, EngineUpdate
+from tokenmill_server.flags.data_parallel import resolve_data_parallel, tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.listen import bind, release, url_of
 from tokenmill_server.run_dir import RunDir
-from tokenmill_server.supervisor import EngineSupervisor, describe_exit, stop_children
+from tokenmill_server.supervisor import EngineSupervisor
 from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
 
 logger = logging.getLogger(__name__)
@@ -82,7 +87,9 @@ def serve(values: FlagValues) -> int:
         engines = EngineSupervisor(str(run_dir.path), watcher, process_began())
         stack.callback(engines.stop)
         environment = _child_environment(run_dir)
-        num_engines: int = values["data_parallel_size"]
+        parallel = resolve_data_parallel(values)
+        tell_what_has_no_effect(values, parallel)
+        num_engines = parallel.size_local
         # Engine cores import for seconds: they may begin while the configuration is checked. Not if there are more of
         # them than cores, which one mistyped digit is enough for.
         spawned = num_engines <= len(os.sched_getaffinity(0))
@@ -145,6 +152,9 @@ class Launcher:
         self._run_dir = run_dir
         self._watcher = watcher
         self._engines = engines
+        self._table = EngineTable(self._engine_config.data_parallel_size)
+        self._announced = False
+        """API servers know the engine cores, and are told what changes."""
         self._api_servers: dict[int, ChildProcess[FromApiServer]] = {}
         self._incarnations = dict.fromkeys(range(self._config.api_server_count), 0)
         self._listening: set[int] = set()
@@ -177,9 +187,9 @@ class Launcher:
             self._config.api_server_count,
         )
         while self._status is None:
-            remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            for event in self._watcher.wait(remaining):
+            for event in self._watcher.wait(self._time_to_wait()):
                 self._handle(event)
+            self._engines.restart_due()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
         return self._status
@@ -188,6 +198,12 @@ class Launcher:
         """Ends every API server and waits for it."""
         stop_children(self._api_servers.values())
         self._api_servers.clear()
+        self._table.close()
+
+    def _time_to_wait(self) -> float | None:
+        """Seconds until there is something to do at which nothing wakes us; None: never."""
+        times = [at for at in (self._deadline, self._engines.next_restart) if at is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -195,8 +211,10 @@ class Launcher:
         match event:
             case Signalled(number=number):
                 self._on_signal(number)
-            case Said(key=("engine", rank)) | Exited(key=("engine", rank)):
-                self._on_engine(rank, event)
+            case Said(key=("engine", _)) | Exited(key=("engine", _)):
+                update = self._engines.handle(event)
+                if update is not None:
+                    self._on_engine(update)
             case Said(key=(_, client), message=message):
                 self._on_api_server_message(client, message)
             case Exited(key=(_, client), returncode=returncode):
@@ -207,6 +225,7 @@ class Launcher:
             timeout_s = self._config.shutdown_timeout_s
             logger.info("%s: finishing open requests for up to %g s; again to stop at once", number.name, timeout_s)
             self._state = State.DRAINING
+            self._engines.end_restarts()
             self._draining = set(self._api_servers)
             self._drain_began = time.monotonic()
             self._deadline = self._drain_began + timeout_s + _DRAIN_GRACE_S
@@ -220,14 +239,26 @@ class Launcher:
         else:
             logger.debug("%s: the end is a moment away already", number.name)
 
-    def _on_engine(self, rank: int, event: Said | Exited) -> None:
-        try:
-            self._engines.handle(event)
-        except EngineDeadError as error:
-            self._fail(rank, error)
-            return
-        if self._engines.all_ready:
-            self._broadcast(EnginesReady(self._engines.ready))
+    def _on_engine(self, update: EngineUpdate) -> None:
+        """An engine core serves, or is gone."""
+        self._table.apply(update)
+        match update:
+            case EngineReady() if self._announced:
+                logger.info("engine core %d serves again", self._engine_config.rank_of(update.engine))
+                self._broadcast(EngineBack(update))
+            case EngineLost() if self._table.is_hopeless:
+                self._fail(update)
+            case EngineLost(message=message, restarts=restarts):
+                consequence = "it is restarted" if restarts else "it stays away"
+                logger.error("%s; its requests are lost, %s", message, consequence)
+                if self._announced:
+                    self._broadcast(update)
+        if not self._announced and self._table.is_settled:
+            self._announced = True
+            self._broadcast(self._introduction())
+
+    def _introduction(self) -> EnginesReady:
+        return EnginesReady(self._table.ready, self._table.lost)
 
     def _on_api_server_message(self, client: int, message: FromApiServer) -> None:
         match message:
@@ -253,7 +284,7 @@ class Launcher:
         self._serving.discard(client)
         if self._state is State.FAILING:
             return
-        self._engines.client_gone(client, self._incarnations[client] % 256)
+        self._table.client_gone(client, self._incarnations[client] % 256)
         if self._state in (State.DRAINING, State.CUTTING_OFF):
             if client in self._draining:
                 self._lost_requests = True
@@ -264,8 +295,8 @@ class Launcher:
         logger.error("API server %d %s; its requests are lost, starting another", client, reason)
         self._incarnations[client] += 1
         self._start_api_server(client)
-        if self._engines.all_ready:
-            self._send(client, EnginesReady(self._engines.ready))
+        if self._announced:
+            self._send(client, self._introduction())
 
     def _count_death(self, reason: str) -> None:
         self._deaths.append(time.monotonic())
@@ -318,7 +349,7 @@ class Launcher:
             return
         self._state = State.SERVING
         total = time.monotonic() - process_began()
-        phases = self._engines.ready[0].startup_s
+        phases = self._table.ready[0].startup_s if self._table.ready else {}
         phases = phases | {"serve": max(0.0, total - sum(phases.values()))}
         logger.info(
             "%s is ready at %s after %.1f s (%s)",
@@ -328,15 +359,15 @@ class Launcher:
             ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()),
         )
 
-    def _fail(self, rank: int, error: EngineDeadError) -> None:
-        """An engine died: clients are told, then everything ends."""
+    def _fail(self, last: EngineLost) -> None:
+        """The last engine core is gone: clients are told, then everything ends."""
         if self._state is State.FAILING:
             return
-        logger.error("%s; failing all open requests", error)
+        logger.error("%s; failing all open requests", last.message)
         self._state = State.FAILING
-        self._failure = error
+        self._failure = EngineDeadError(last.message)
         self._deadline = time.monotonic() + _ERROR_DELIVERY_S
-        self._broadcast(EngineDied(engine=rank, message=str(error)))
+        self._broadcast(last)
 
     def _finish_drain(self, client: int) -> None:
         self._draining.discard(client)

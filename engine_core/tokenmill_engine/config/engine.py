@@ -86,7 +86,7 @@ class ObservabilityConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything an engine core needs to know, the same for every data-parallel rank."""
+    """Everything an engine core needs to know, the same for every one that a launcher starts."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -94,3 +94,12 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     data_parallel_size: int = 1
+    """Engine cores that one API server chooses from. Processes know them as engines 0 to size - 1."""
+    data_parallel_size_local: int = 1
+    """Those that share this machine's memory and cores."""
+    data_parallel_first_rank: int = 0
+    """Rank of engine 0: above 0 where other servers, which this one knows nothing of, have the ranks before it."""
+
+    def rank_of(self, engine: int) -> int:
+        """The number of an engine core in the whole deployment: what metrics, titles and clients call it."""
+        return self.data_parallel_first_rank + engine

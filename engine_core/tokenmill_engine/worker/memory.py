@@ -114,7 +114,7 @@ def cpu_kv_bytes(config: EngineConfig, block_bytes: int) -> int:
     available = available_host_bytes()
     stated = explicit_bytes(config.cache, block_bytes)
     if stated is None:
-        return int(min(_CPU_MAX_BYTES, _CPU_SHARE * available / config.data_parallel_size))
+        return int(min(_CPU_MAX_BYTES, _CPU_SHARE * available / config.data_parallel_size_local))
     if stated > available:
         raise StartupError(
             f"the KV cache would take {gib(stated)} and {gib(available)} of host memory are available; "

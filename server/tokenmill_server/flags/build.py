@@ -20,8 +20,9 @@ from tokenmill_engine.config.engine import (
 from tokenmill_engine.config.hf_folder import read_generation_defaults
 from tokenmill_engine.config.model_files import ModelFiles, check_weights, resolve_model
 from tokenmill_engine.errors import ConfigError, StartupError
-from tokenmill_server.config import Configuration, ServerConfig
+from tokenmill_server.config import Configuration, DataParallelConfig, LoadBalancing, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
+from tokenmill_server.flags.data_parallel import resolve_data_parallel
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 
@@ -41,6 +42,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
         StartupError: this machine has not got the device or the memory.
     """
     _check_contradictions(values)
+    parallel = resolve_data_parallel(values)
     files = resolve_model(values["model"], values["tokenizer"])
     device = detect_device(values["device"])
     if device.kind == "cpu" and values.is_given("gpu_memory_utilization"):
@@ -53,24 +55,27 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     if load_format != "dummy":
         check_weights(files)
     _check_tokenizer(files)
-    _check_memory(values, files, device, dtype)
+    _check_memory(values, files, device, dtype, parallel.size_local)
     names = values["served_model_name"] or (files.name,)
     engine = EngineConfig(
         model=_model_config(values, files, load_format, dtype),
         cache=CacheConfig(**_section(values, "cache")),
         scheduler=_scheduler_config(values, device, offline=offline),
-        device=_device_config(values, files, device, dtype),
+        device=_device_config(values, files, device, dtype, parallel.size_local),
         observability=_observability_config(values, names[0]),
-        data_parallel_size=values["data_parallel_size"],
+        data_parallel_size=len(parallel.served_ranks),
+        data_parallel_size_local=parallel.size_local,
+        data_parallel_first_rank=parallel.served_ranks.start,
     )
-    return Configuration(engine, _server_config(values, files, names, _api_servers(values, device, offline=offline)))
+    api_servers = _api_servers(values, device, parallel, offline=offline)
+    return Configuration(engine, _server_config(values, files, names, api_servers), parallel)
 
 
-def _api_servers(values: FlagValues, device: DeviceInfo, *, offline: bool) -> int:
+def _api_servers(values: FlagValues, device: DeviceInfo, parallel: DataParallelConfig, *, offline: bool) -> int:
     given: int | None = values["api_server_count"]
-    if given is not None or offline:
+    if given is not None or offline or parallel.load_balancing is LoadBalancing.EXTERNAL:
         return given or 1
-    cpus, engines = usable_cpus(), values["data_parallel_size"]
+    cpus, engines = usable_cpus(), len(parallel.served_ranks)
     count = default_api_servers(cpus, engines, computes_on_cpu=device.kind == "cpu")
     if count > 1:
         logger.info(
@@ -130,15 +135,18 @@ def _check_tokenizer(files: ModelFiles) -> None:
         raise ConfigError(f"{path} has no tokenizer.json; name a folder that has one with --tokenizer")
 
 
-def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName) -> None:
-    """Weights alone must fit; what is left for the KV cache is measured after loading."""
-    engines = values["data_parallel_size"]
+def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, engines: int) -> None:
+    """Weights alone must fit into this machine `engines` times; what is left for the KV cache is measured after
+    loading."""
+    size_flag = "data_parallel_size_local" if values.is_given("data_parallel_size_local") else "data_parallel_size"
+    if engines == 0:
+        return
     weights = files.architecture.num_parameters * _DTYPE_BYTES[dtype]
     if device.kind == "cuda":
         if engines > device.count:
             raise StartupError(
-                f"{values.stated('data_parallel_size')} needs {engines} GPUs, {device.count} are visible; "
-                f"use at most --data-parallel-size {device.count}"
+                f"{values.stated(size_flag)} needs {engines} GPUs, {device.count} are visible; "
+                f"use at most --{FLAGS[size_flag].name} {device.count}"
             )
         room, owner = int(device.total_memory_bytes * values["gpu_memory_utilization"]), "each GPU"
         needed = weights
@@ -146,7 +154,7 @@ def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dty
         room, owner = device.total_memory_bytes, "this machine"
         needed = engines * (weights + (values["kv_cache_memory_bytes"] or 0))
     if needed > room:
-        remedy = "a smaller model" if engines == 1 else f"a smaller --data-parallel-size than {engines}"
+        remedy = "a smaller model" if engines == 1 else f"a smaller --{FLAGS[size_flag].name} than {engines}"
         if values["kv_cache_memory_bytes"] and engines * weights < room:
             remedy = f"--kv-cache-memory-bytes {(room // engines - weights) // 2}"
         raise StartupError(
@@ -207,8 +215,11 @@ def _scheduler_config(values: FlagValues, device: DeviceInfo, *, offline: bool) 
     )
 
 
-def _device_config(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName) -> DeviceConfig:
-    threads = max(1, cpu_threads() // values["data_parallel_size"]) if device.kind == "cpu" else 1
+def _device_config(
+    values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, engines: int
+) -> DeviceConfig:
+    """`engines` share the cores of this machine."""
+    threads = max(1, cpu_threads() // max(1, engines)) if device.kind == "cpu" else 1
     requested, origin = values["attention_backend"], values.written("attention_backend")
     backend = resolve_attention_backend(requested, origin, device, files.architecture.head_dim, dtype)
     return DeviceConfig(**_section(values, "device", kind=device.kind, num_threads=threads, attention_backend=backend))

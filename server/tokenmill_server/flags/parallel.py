@@ -1,7 +1,9 @@
 """The rows of the table of flags that say how many processes there are, and where they run."""
 
-from tokenmill_server.flags.flag import Flag, Group
-from tokenmill_server.flags.parsers import integer
+from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
+from tokenmill_server.flags.parsers import boolean, integer, text
+
+_MAX_RANKS = 256
 
 PARALLEL = (
     Flag(
@@ -9,8 +11,8 @@ PARALLEL = (
         Group.PARALLEL,
         integer(1, 256),
         None,
-        "HTTP processes that share the port. Default on a GPU: one for every four CPUs, at most four per engine core; "
-        "1 on the CPU",
+        "HTTP processes that share the port. Default on a GPU: one for every four CPUs, at most four per engine core "
+        "that they serve; 1 on the CPU and with --data-parallel-external-lb",
         "server.api_server_count",
         metavar="N",
         short=("-asc",),
@@ -19,11 +21,114 @@ PARALLEL = (
     Flag(
         "data-parallel-size",
         Group.PARALLEL,
-        integer(1, 256),
+        integer(1, _MAX_RANKS),
         1,
         "Engine cores, each with a copy of the model; requests go to the least loaded one",
         "engine.data_parallel_size",
         metavar="N",
         short=("-dp",),
+    ),
+    Flag(
+        "data-parallel-size-local",
+        Group.PARALLEL,
+        integer(0, _MAX_RANKS),
+        None,
+        "Engine cores that this launcher starts; other launchers start the others. 0: none, with --headless ones "
+        "elsewhere. Default: all, or all from --data-parallel-start-rank on",
+        "data_parallel.size_local",
+        metavar="N",
+        short=("-dpl",),
+        offline=False,
+    ),
+    Flag(
+        "data-parallel-start-rank",
+        Group.PARALLEL,
+        integer(0, _MAX_RANKS - 1),
+        None,
+        "Rank of this launcher's first engine core. Above 0 and without --headless it means --data-parallel-hybrid-lb",
+        "data_parallel.start_rank",
+        metavar="RANK",
+        short=("-dpr",),
+        offline=False,
+    ),
+    Flag(
+        "data-parallel-rank",
+        Group.PARALLEL,
+        integer(0, _MAX_RANKS - 1),
+        None,
+        "The only rank that this server runs; means --data-parallel-external-lb",
+        "data_parallel.start_rank",
+        metavar="RANK",
+        short=("-dpn",),
+        offline=False,
+    ),
+    Flag(
+        "data-parallel-address",
+        Group.PARALLEL,
+        text,
+        "127.0.0.1",
+        "Address of the head: where it waits for --headless launchers, and where they find it",
+        "data_parallel.address",
+        metavar="ADDRESS",
+        short=("-dpa",),
+        offline=False,
+    ),
+    Flag(
+        "data-parallel-rpc-port",
+        Group.PARALLEL,
+        integer(1, 65535),
+        29550,
+        "Port of the head for --headless launchers. Engine cores listen on ports that the system chooses",
+        "data_parallel.rpc_port",
+        metavar="N",
+        short=("-dpp",),
+        offline=False,
+    ),
+    Flag(
+        "data-parallel-token",
+        Group.PARALLEL,
+        text,
+        None,
+        "Secret that all launchers of a deployment share: with it they prove to each other who they are, and requests "
+        "and tokens travel encrypted between machines. Without it the network between them must be private. Better in "
+        "the environment than where `ps` shows it",
+        "data_parallel.token",
+        metavar="SECRET",
+        offline=False,
+        env=(EnvAlias("TOKENMILL_DP_TOKEN"),),
+    ),
+    Flag(
+        "data-parallel-hybrid-lb",
+        Group.PARALLEL,
+        boolean,
+        False,
+        "Every launcher has API servers of its own, for its own engine cores alone; something in front of them spreads "
+        "the requests over launchers",
+        "data_parallel.load_balancing",
+        arity=Arity.SWITCH,
+        short=("-dph",),
+        offline=False,
+    ),
+    Flag(
+        "data-parallel-external-lb",
+        Group.PARALLEL,
+        boolean,
+        False,
+        "Every launcher serves one rank (--data-parallel-rank) by itself; something in front of them spreads the "
+        "requests over ranks",
+        "data_parallel.load_balancing",
+        arity=Arity.SWITCH,
+        short=("-dpe",),
+        offline=False,
+    ),
+    Flag(
+        "headless",
+        Group.PARALLEL,
+        boolean,
+        False,
+        "No API servers, only engine cores, for the head at --data-parallel-address",
+        "data_parallel.headless",
+        arity=Arity.SWITCH,
+        offline=False,
     ),
 )

@@ -53,14 +53,8 @@ _ROWS = [
     _value("decode-context-parallel-size", "1", short="-dcp"),
     _value("prefill-context-parallel-size", "1", short="-pcp"),
     _switch("enable-expert-parallel", "false", short="-ep"),
-    _value("data-parallel-size-local", short="-dpl"),
-    _value("data-parallel-start-rank", "0", short="-dpr"),
-    _value("data-parallel-rank", short="-dpn"),
-    _value("data-parallel-address", "127.0.0.1", "localhost", short="-dpa"),
-    _value("data-parallel-rpc-port", short="-dpp"),
     _value("data-parallel-backend", "mp", short="-dpb"),
-    _switch("data-parallel-hybrid-lb", "false", short="-dph"),
-    _switch("data-parallel-external-lb", "false", short="-dpe"),
+    _switch("data-parallel-multi-port-external-lb", "false", short="-dpm"),
     _value("distributed-executor-backend", "uni", "mp"),
     _value("nnodes", "1"),
     _value("node-rank", "0"),
@@ -68,7 +62,7 @@ _ROWS = [
     *_values(
         "device-ids", "distributed-timeout-seconds", "all2all-backend", "eplb-config", "expert-placement-strategy"
     ),
-    *_switches("false", "enable-eplb", "enable-dbo", "disable-custom-all-reduce", "numa-bind", "headless"),
+    *_switches("false", "enable-eplb", "enable-dbo", "disable-custom-all-reduce", "numa-bind"),
     # Model and loading
     _value("quantization", "none", short="-q"),
     _value("runner", "auto", "generate"),

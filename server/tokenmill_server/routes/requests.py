@@ -103,12 +103,13 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
     if fields.request_id is not None and not request.state.has_own_id:
         request.state.request_id = fields.request_id
     priority = _integer_header(request, "x-vllm-priority")
+    rank = _integer_header(request, "x-data-parallel-rank")
     call = Call(
         context=context,
         request=request,
         arrival_time=arrival_time,
         request_id=request.state.request_id,
-        pinned_engine=_integer_header(request, "x-data-parallel-rank"),
+        pinned_engine=None if rank is None else context.engine_of(rank),
         priority=priority if priority is not None else fields.priority or 0,
         headers=_ignored_header(body, model),
     )

@@ -59,7 +59,7 @@ def test_cpu_default_is_a_bounded_share_for_each_engine(monkeypatch: pytest.Monk
     config = tiny_engine_config(cache=CacheConfig())
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 8 * GIB)
     assert memory.cpu_kv_bytes(config, BLOCK_BYTES) == 2 * GIB
-    assert memory.cpu_kv_bytes(replace(config, data_parallel_size=2), BLOCK_BYTES) == GIB
+    assert memory.cpu_kv_bytes(replace(config, data_parallel_size=4, data_parallel_size_local=2), BLOCK_BYTES) == GIB
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 800 * GIB)
     assert memory.cpu_kv_bytes(config, BLOCK_BYTES) == 4 * GIB
 

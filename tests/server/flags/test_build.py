@@ -12,7 +12,7 @@ from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.engine import DeviceKind
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import ConfigError, StartupError
-from tokenmill_server.config import Configuration
+from tokenmill_server.config import Configuration, LoadBalancing
 from tokenmill_server.flags import build
 from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
@@ -29,8 +29,9 @@ def configure(*arguments: str, offline: bool = False, **environment: str) -> Con
 
 def field(configuration: Configuration, destination: str) -> Any:
     section, _, name = destination.partition(".")
-    owner: Any = configuration.server if section == "server" else configuration.engine
-    if section not in ("server", "engine"):
+    owners = {"server": configuration.server, "data_parallel": configuration.data_parallel}
+    owner: Any = owners.get(section, configuration.engine)
+    if section not in (*owners, "engine"):
         owner = getattr(owner, section)
     return getattr(owner, name)
 
@@ -67,6 +68,13 @@ CASES = [
     (["--shutdown-timeout", "1.5"], "server.shutdown_timeout_s", 1.5),
     (["--api-server-count", "4"], "server.api_server_count", 4),
     (["-dp", "2"], "engine.data_parallel_size", 2),
+    (["-dp", "4", "-dpr", "1", "-dpl", "2"], "engine.data_parallel_first_rank", 1),
+    (["-dp", "4", "-dpr", "1", "-dpl", "2"], "data_parallel.size_local", 2),
+    (["-dp", "4", "-dpn", "3"], "data_parallel.start_rank", 3),
+    (["-dp", "4", "-dpe", "-dpr", "3"], "data_parallel.load_balancing", LoadBalancing.EXTERNAL),
+    (["-dpa", "10.0.0.1"], "data_parallel.address", "10.0.0.1"),
+    (["-dpp", "5"], "data_parallel.rpc_port", 5),
+    (["--data-parallel-token", "s"], "data_parallel.token", "s"),
     (["--block-size", "32"], "cache.block_size", 32),
     (["--gpu-memory-utilization", "0.5"], "cache.gpu_memory_utilization", 0.5),
     (["--kv-cache-memory-bytes", "1G"], "cache.kv_cache_memory_bytes", GIB),
@@ -87,7 +95,13 @@ CASES = [
     (["--log-level", "debug"], "server.log_level", "DEBUG"),
     (["--metrics-namespace", "vllm"], "observability.metrics_namespaces", ("vllm",)),
 ]
-RESOLVED_BY_OTHER_TESTS = {"device.kind", "device.attention_backend", "model.tokenizer_path", "server.default_sampling"}
+RESOLVED_BY_OTHER_TESTS = {
+    "device.kind",
+    "device.attention_backend",
+    "model.tokenizer_path",
+    "server.default_sampling",
+    "data_parallel.headless",
+}
 
 
 @pytest.mark.parametrize(("arguments", "destination", "value"), CASES)

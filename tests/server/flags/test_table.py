@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tokenmill_engine.config import engine as engine_config
-from tokenmill_server.config import ServerConfig
+from tokenmill_server.config import DataParallelConfig, ServerConfig
 from tokenmill_server.flags.flag import Flag
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
@@ -19,6 +19,7 @@ SECTIONS: dict[str, Any] = {
     "device": engine_config.DeviceConfig,
     "observability": engine_config.ObservabilityConfig,
     "server": ServerConfig,
+    "data_parallel": DataParallelConfig,
 }
 
 
