@@ -34,7 +34,7 @@ from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import EnginesReady, FromApiServer, Listening
 from tokenmill_engine.ipc.ids import client_identity, client_of
-from tokenmill_engine.ipc.sockets import bind_router, input_endpoint, output_endpoint
+from tokenmill_engine.ipc.sockets import bind_router, local_endpoints
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -57,8 +57,9 @@ _BURSTS = 5
 def run_null_engine(run_dir: str, step_s: float) -> None:
     """One token for each open request every `step_s` seconds, until killed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    requests = bind_router(context, input_endpoint(run_dir, 0))
-    outputs = bind_router(context, output_endpoint(run_dir, 0))
+    endpoints = local_endpoints(run_dir, 0)
+    requests = bind_router(context, endpoints.input)
+    outputs = bind_router(context, endpoints.output)
     decoder = msgspec.msgpack.Decoder(ClientMessage)
     remaining: dict[int, int] = {}
     next_step = time.perf_counter()
@@ -218,7 +219,8 @@ def measure(arguments: argparse.Namespace, num_streams: int) -> dict[str, Any]:
             child.channel.send(ApiServerStart(0, 0, run_dir, listener.fileno(), server, _engine_config()))
             if not isinstance(child.channel.receive(), Listening):
                 raise RuntimeError("the API server did not start")
-            child.channel.send(EnginesReady([EngineReady(0, 8192, 1000, 16, 16000, "null")]))
+            ready = EngineReady(0, 0, local_endpoints(run_dir, 0), 8192, 1000, 16, 16000, "null")
+            child.channel.send(EnginesReady([ready]))
             time.sleep(1.0)
             process = psutil.Process(child.process.pid)
             port = listener.getsockname()[1]

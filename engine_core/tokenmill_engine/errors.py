@@ -10,7 +10,8 @@
     │   └── AuthenticationError  missing or wrong API key
     └── EngineError              the engine could not finish a request
         ├── OverloadedError      refused before work started; a retry later helps
-        ├── EngineStartingError  still loading; a retry later helps
+        │   ├── EngineStartingError     still loading
+        │   └── EngineUnavailableError  the engine that the client named is gone, others are not
         └── EngineDeadError      the engine process is gone
 
 A start error's message is one line that names the wrong number and the flag value that would work.
@@ -84,6 +85,10 @@ class OverloadedError(EngineError):
 
 class EngineStartingError(OverloadedError):
     """The model is still loading."""
+
+
+class EngineUnavailableError(OverloadedError):
+    """The engine that a request names is gone; others are there, and it may come back."""
 
 
 class EngineDeadError(EngineError):

@@ -24,9 +24,20 @@ import zmq
 from tokenmill_engine.config.model_files import read_tokenizer_facts
 from tokenmill_engine.errors import EngineDeadError, TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, Serving, StartFailed
+from tokenmill_engine.ipc.control import (
+    Drain,
+    Drained,
+    EngineBack,
+    EngineLost,
+    EnginesReady,
+    Listening,
+    Serving,
+    StartFailed,
+    ToApiServer,
+)
 from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated
 from tokenmill_engine.ipc.logs import configure_logging
+from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.accept import ConnectionCounts
 from tokenmill_server.app import create_app
@@ -44,7 +55,7 @@ from tokenmill_server.version import __version__
 
 logger = logging.getLogger(__name__)
 
-ApiControl = ApiServerStart | EnginesReady | EngineDied | Drain
+ApiControl = ApiServerStart | ToApiServer
 """What an API server receives from the launcher; `ApiServerStart` comes first."""
 
 ACCEPT_COUNTS_FILE = "accept.counts"
@@ -93,14 +104,20 @@ def build_context(start: ApiServerStart) -> ServerContext:
     observability = start.engine.observability
     namespaces = observability.metrics_namespaces if observability.log_stats else ()
     num_engines = start.engine.data_parallel_size
-    metrics = FrontendMetrics(observability.model_name, num_engines, model.max_model_len, namespaces)
-    client = EngineClient(start.run_dir, start.client, start.incarnation, num_engines)
+    metrics = FrontendMetrics(
+        observability.model_name,
+        num_engines,
+        model.max_model_len,
+        namespaces,
+        first_rank=start.engine.data_parallel_first_rank,
+    )
+    client = EngineClient(start.client, start.incarnation, num_engines)
     return ServerContext(
         config=config,
         engine_config=start.engine,
         inputs=inputs,
         generator=TextGenerator(client, tokenizer, metrics),
-        readiness=Readiness(),
+        readiness=Readiness(num_engines),
         started_at=int(time.time()),
         fingerprint=_fingerprint(start),
         metrics=metrics,
@@ -155,8 +172,10 @@ class ApiServer:
             match await self._events.get():
                 case EnginesReady() as ready:
                     self._begin(self._on_ready(ready))
-                case EngineDied(engine=engine, message=message):
-                    self._on_engine_died(engine, message)
+                case EngineLost() as lost:
+                    self._on_engine_lost(lost)
+                case EngineBack(engine=engine):
+                    self._begin(self._connect(engine))
                 case Drain() if self._drains:
                     self._cut_off(server)
                 case Drain(timeout_s=timeout_s):
@@ -177,27 +196,30 @@ class ApiServer:
             exit_orphaned(self._start.run_dir)
 
     async def _on_ready(self, ready: EnginesReady) -> bool:
-        context = self._context
-        context.inputs.max_model_len = min(
-            context.inputs.max_model_len, *(engine.max_model_len for engine in ready.engines)
-        )
-        try:
-            await context.generator.connect()
-        except EngineDeadError as error:
-            logger.error("%s", error)  # the launcher knows as well, and is about to end everything
-            return False
-        if context.readiness.phase is Phase.STARTING:
-            context.readiness.move(Phase.READY)
-        self._channel.send(Serving())
+        for lost in ready.lost:
+            self._on_engine_lost(lost)
+        for engine in ready.engines:
+            await self._connect(engine)
+        if self._context.readiness.phase is not Phase.DEAD:
+            self._channel.send(Serving())
         return False
 
-    def _on_engine_died(self, engine: int, message: str) -> None:
-        """The whole server is about to end: whoever waits is told so now."""
+    async def _connect(self, engine: EngineReady) -> bool:
+        """From now on the engine core gets requests, unless it is lost meanwhile."""
         context = self._context
-        if context.readiness.phase is not Phase.DEAD:
-            context.readiness.move(Phase.DEAD, message)
-        context.generator.engine_died(engine, message)
-        context.generator.fail_all(EngineDeadError(message))
+        context.inputs.max_model_len = min(context.inputs.max_model_len, engine.max_model_len)
+        try:
+            await context.generator.connect(engine)
+        except EngineDeadError as error:
+            logger.error("%s", error)  # the launcher knows as well
+        else:
+            context.readiness.engine_joined(engine.engine)
+        return False
+
+    def _on_engine_lost(self, lost: EngineLost) -> None:
+        """Whoever waits for it is told so now."""
+        self._context.readiness.engine_lost(lost)
+        self._context.generator.engine_lost(lost)
 
     async def _drain(self, server: HttpServer, timeout_s: float) -> bool:
         context = self._context

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from tokenmill_engine.errors import EngineDeadError
+from tokenmill_engine.errors import EngineDeadError, EngineUnavailableError
+from tokenmill_engine.ipc.control import EngineLost
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
-from tokenmill_engine.ipc.sockets import connect_dealer, input_endpoint, output_endpoint
+from tokenmill_engine.ipc.sockets import connect_dealer
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
     BlockEvents,
     ClientMessage,
     EngineMessage,
+    EngineReady,
     FinishReason,
     Hello,
     LoadReport,
@@ -45,64 +47,85 @@ class _Link:
 class EngineClient:
     """Sends requests to engine cores and hands their outputs to `on_output`."""
 
-    def __init__(
-        self, run_dir: str, client: int, incarnation: int, num_engines: int, on_output: OutputHandler | None = None
-    ) -> None:
+    def __init__(self, client: int, incarnation: int, num_engines: int, on_output: OutputHandler | None = None) -> None:
         self.num_engines = num_engines
         self.balancer = LoadBalancer(num_engines)
         self.on_output = on_output or _ignore
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out everything that had come."""
-        self._run_dir = run_dir
         self._hello = Hello(client, incarnation)
         self._identity = client_identity(client)
         self._ids = RequestIds(client, incarnation)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.IMMEDIATE, 1)  # writable only once connected
-        self._links: list[_Link] = []
-        self._deaths: dict[int, str] = {}
-        """Why an engine is gone. One may die before this connects to it."""
+        self._links: dict[int, _Link] = {}
+        self._lost: dict[int, EngineLost] = {}
+        """Why an incarnation of an engine is gone, the last one. It may be lost before this has connected to it."""
+        self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def start(self) -> None:
-        """Connects to every engine core; they must have bound their sockets. Raises EngineDeadError if one is gone.
+    async def connect(self, ready: EngineReady) -> None:
+        """Connects to one engine core, for the first time or to the next incarnation of a lost one.
 
         The output side is up before the input side begins: an engine must know this client before it answers it. From
-        its greeting on, each engine reports its load also while this client has nothing there.
+        its greeting on, the engine reports its load also while this client has nothing there.
+
+        Raises:
+            EngineDeadError: it was lost meanwhile, or does not answer.
         """
+        engine = ready.engine
+        self.balancer.lost(engine)
+        output = await self._connect(ready, ready.endpoints.output)
+        try:
+            link = _Link(await self._connect(ready, ready.endpoints.input), output)
+        except BaseException:
+            output.close()
+            raise
         self._loop = asyncio.get_running_loop()
-        for engine in range(self.num_engines):
-            output = await self._connect(engine, output_endpoint(self._run_dir, engine))
-            link = _Link(await self._connect(engine, input_endpoint(self._run_dir, engine)), output)
-            self._links.append(link)
-            self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
-            self._send(engine, self._hello)
-            self._read(engine)
+        self._links[engine] = link
+        self.balancer.joined(engine)
+        self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
+        self._send(engine, self._hello)
+        self._read(engine)
+
+    def disconnect(self, lost: EngineLost) -> None:
+        """From now on nothing is sent to an engine that is gone; whoever tries is told why. What it had sent is handed
+        out first."""
+        self._read(lost.engine)
+        self._lost[lost.engine] = lost
+        self.balancer.lost(lost.engine)
+        if lost.engine in self._links:
+            self._close_link(lost.engine)
 
     def close(self) -> None:
         """Closes the sockets. Engines hear nothing of it: abort open requests before."""
-        for link in self._links:
-            if self._loop is not None:
-                self._loop.remove_reader(_option(link.output, zmq.FD))
-            link.input.close()
-            link.output.close()
-        self._links.clear()
+        self._closed = True
+        for engine in list(self._links):
+            self._close_link(engine)
         self._context.term()
 
     def new_request_id(self) -> int:
         return self._ids.next()
 
     def choose_engine(self, pinned: int | None = None) -> int:
-        """The engine core for the next request. Raises EngineDeadError if it is gone."""
+        """The engine core for the next request.
+
+        Raises:
+            InvalidRequestError: there is no engine `pinned`.
+            EngineUnavailableError: engine `pinned` is gone, for now or for good.
+            EngineDeadError: every engine is gone.
+        """
         engine = self.balancer.choose(pinned)
-        self._check_alive(engine)
+        if pinned is not None and self._links and engine not in self._links and engine in self._lost:
+            raise EngineUnavailableError(self._lost[engine].message)
+        self._check_connected(engine)
         return engine
 
     def add(self, engine: int, requests: Sequence[AddRequest]) -> None:
         """Hands requests to `engine`. Each must end in `ended`. Raises EngineDeadError if it is gone."""
-        self._check_alive(engine)
+        self._check_connected(engine)
         for request in requests:
             if not self._send(engine, request):
                 raise EngineDeadError(f"engine core {engine} is gone")
@@ -110,16 +133,12 @@ class EngineClient:
 
     def abort(self, engine: int, request_ids: list[int], reason: FinishReason) -> None:
         """Makes `engine` forget requests; no output of theirs follows."""
-        if request_ids and engine not in self._deaths:
+        if request_ids and engine in self._links:
             self._send(engine, AbortRequests(request_ids, reason))
 
     def ended(self, engine: int) -> None:
         """One request on `engine` is over, whatever the reason."""
         self.balancer.ended(engine)
-
-    def engine_died(self, engine: int, message: str) -> None:
-        """From now on nothing is sent to `engine`; whoever tries is told `message`."""
-        self._deaths[engine] = message
 
     def _send(self, engine: int, message: ClientMessage) -> bool:
         """Whether the engine was there to take it: the queue has no limit, so a full one means no connection."""
@@ -129,15 +148,21 @@ class EngineClient:
             return False
         return True
 
-    def _check_alive(self, engine: int) -> None:
-        if engine in self._deaths:
-            raise EngineDeadError(self._deaths[engine])
-        if engine >= len(self._links):
-            raise EngineDeadError("the engine is not connected")
+    def _check_connected(self, engine: int) -> None:
+        if engine not in self._links:
+            lost = self._lost.get(engine)
+            raise EngineDeadError("the engine is not connected" if lost is None else lost.message)
+
+    def _close_link(self, engine: int) -> None:
+        link = self._links.pop(engine)
+        if self._loop is not None:
+            self._loop.remove_reader(_option(link.output, zmq.FD))
+        link.input.close()
+        link.output.close()
 
     def _read(self, engine: int) -> None:
         """Drains the output socket. Its descriptor signals changes only, so nothing may be left behind."""
-        if engine >= len(self._links):
+        if engine not in self._links:
             return
         socket = self._links[engine].output
         while _option(socket, zmq.EVENTS) & zmq.POLLIN:
@@ -157,14 +182,18 @@ class EngineClient:
             return
         self.on_output(message)
 
-    async def _connect(self, engine: int, endpoint: str) -> "zmq.Socket[bytes]":
+    async def _connect(self, ready: EngineReady, endpoint: str) -> "zmq.Socket[bytes]":
         """A socket whose other end has shaken hands."""
         socket: zmq.Socket[bytes] = connect_dealer(self._context, endpoint, self._identity)
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while not _option(socket, zmq.EVENTS) & zmq.POLLOUT:
-            if engine in self._deaths or time.monotonic() > deadline:
+            lost = self._lost.get(ready.engine)
+            is_lost = lost is not None and lost.incarnation >= ready.incarnation
+            if is_lost or self._closed or time.monotonic() > deadline:
                 socket.close()
-                raise EngineDeadError(self._deaths.get(engine) or f"the engine does not answer at {endpoint}")
+                raise EngineDeadError(
+                    lost.message if lost is not None and is_lost else f"the engine does not answer at {endpoint}"
+                )
             await asyncio.sleep(_CONNECT_POLL_S)
         return socket
 

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, StartupError
+from tokenmill_engine.ipc.control import EngineLost
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.engine_table import EngineTable
 from tokenmill_server.processing.tokenizer import Tokenizer
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
@@ -99,25 +101,25 @@ class EngineHost:
         self._stop = asyncio.Event()
         with Watcher() as watcher, RunDir() as run_dir:
             engines = EngineSupervisor(str(run_dir.path), watcher, self._began)
-            client = EngineClient(
-                str(run_dir.path), client=0, incarnation=0, num_engines=self._config.data_parallel_size
-            )
+            table = EngineTable(self._config.data_parallel_size)
+            client = EngineClient(client=0, incarnation=0, num_engines=self._config.data_parallel_size)
             self.generator = TextGenerator(client, self._tokenizer)
             try:
-                ready = self._watch(watcher, engines)
+                ready = self._watch(watcher, engines, table)
                 # Metric files are a server's affair, and ours would mix with those of the program around us.
                 environment = {key: text for key, text in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"}
                 engines.spawn(self._config.data_parallel_size, self._config.device.kind, environment)
                 engines.configure(self._config)
                 await self._until(ready, self._stop)
-                await self._generate_until_stopped(engines.ready, self._stop)
+                await self._generate_until_stopped(table.ready, self._stop)
             finally:
                 client.close()
                 self._loop.remove_reader(watcher.fileno())
                 engines.stop()
 
     async def _generate_until_stopped(self, ready: list[EngineReady], stop: asyncio.Event) -> None:
-        await self.generator.connect()
+        for engine in ready:
+            await self.generator.connect(engine)
         self._started.set_result(ready)
         await stop.wait()
         self._death = self._death or _CLOSED
@@ -126,7 +128,7 @@ class EngineHost:
         if calls:
             await asyncio.wait(calls, timeout=_SETTLE_S)
 
-    def _watch(self, watcher: Watcher, engines: EngineSupervisor) -> "asyncio.Future[None]":
+    def _watch(self, watcher: Watcher, engines: EngineSupervisor, table: EngineTable) -> "asyncio.Future[None]":
         """A future that is done once all engine cores can serve, or raises why they cannot."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
@@ -135,23 +137,28 @@ class EngineHost:
             for event in watcher.wait(0):
                 assert isinstance(event, Said | Exited)
                 try:
-                    engines.handle(event)
-                except (StartupError, EngineDeadError) as error:
+                    update = engines.handle(event)
+                except StartupError as error:
                     if not ready.done():
                         ready.set_exception(error)
-                    elif self._death is None:
-                        self._on_death(str(error))
-            if engines.all_ready and not ready.done():
+                    continue
+                if isinstance(update, EngineReady):
+                    table.apply(update)
+                elif isinstance(update, EngineLost) and not ready.done():
+                    ready.set_exception(EngineDeadError(update.message))
+                elif isinstance(update, EngineLost) and self._death is None:
+                    self._on_death(update)
+            if table.is_settled and not ready.done():
                 ready.set_result(None)
 
         loop.add_reader(watcher.fileno(), on_events)
         return ready
 
-    def _on_death(self, message: str) -> None:
+    def _on_death(self, lost: EngineLost) -> None:
         """Everything open fails. One dead engine core ends the host: what it held cannot be had any more."""
-        self._death = message
-        for rank in range(self._config.data_parallel_size):
-            self.generator.engine_died(rank, message)
+        self._death = lost.message
+        for engine in range(self._config.data_parallel_size):
+            self.generator.engine_lost(EngineLost(engine, lost.incarnation, lost.message))
         if self._stop is not None:
             self._stop.set()
 

@@ -16,6 +16,8 @@ class _Engine:
     """Sequences of this API server that are open."""
     num_reported: int = 0
     num_sent_since_report: int = 0
+    is_lost: bool = False
+    is_stalled: bool = False
 
     @property
     def load(self) -> int:
@@ -43,7 +45,9 @@ class LoadBalancer:
             return pinned
         if count == 1:
             return 0
-        rotation = [(self._next + offset) % count for offset in range(count)]
+        order = [(self._next + offset) % count for offset in range(count)]
+        alive = [engine for engine in order if not self._engines[engine].is_lost] or order
+        rotation = [engine for engine in alive if not self._engines[engine].is_stalled] or alive
         best = min(rotation, key=lambda engine: self._engines[engine].load)
         self._next = (best + 1) % count
         return best
@@ -62,6 +66,20 @@ class LoadBalancer:
         state = self._engines[engine]
         state.num_reported = load.num_running + load.num_waiting
         state.num_sent_since_report = 0
+
+    def lost(self, engine: int) -> None:
+        """`engine` is gone: it is not chosen, and what it had reported is forgotten."""
+        state = self._engines[engine]
+        state.is_lost, state.is_stalled = True, False
+        state.num_reported = state.num_sent_since_report = 0
+
+    def joined(self, engine: int) -> None:
+        """`engine` takes requests, for the first time or again."""
+        self._engines[engine].is_lost = False
+
+    def set_stalled(self, engine: int, stalled: bool) -> None:
+        """A stalled engine is chosen only if all that are not lost are stalled."""
+        self._engines[engine].is_stalled = stalled
 
     def in_flight(self, engine: int) -> int:
         """Open sequences of this API server on `engine`."""

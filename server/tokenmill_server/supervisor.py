@@ -1,159 +1,184 @@
-"""Starts, watches and stops engine cores. Shared by the launcher and `LLM`; knows nothing of HTTP."""
+"""Starts, watches, restarts and stops the engine cores of this machine. Shared by the launcher and `LLM`; knows nothing
+of HTTP.
+
+A rank that dies is started again, unless it does so too often: each time it served for less than `_FORGIVEN_AFTER_S`
+counts, and after more than `max_restarts` of those it stays away.
+"""
 
 import logging
-import os
-import signal
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-import msgspec
-import zmq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.errors import EngineDeadError, StartupError
+from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_engine.ipc.control import EngineStart, FromEngine, StartFailed
-from tokenmill_engine.ipc.ids import LAUNCHER_IDENTITY
-from tokenmill_engine.ipc.sockets import connect_dealer, input_endpoint
-from tokenmill_engine.messages import ClientGone, EngineReady
+from tokenmill_engine.ipc.control import EngineLost, EngineStart, FromEngine, StartFailed
+from tokenmill_engine.ipc.sockets import local_endpoints
+from tokenmill_engine.messages import Endpoints, EngineReady
+from tokenmill_server.children import describe_exit, stop_children
+from tokenmill_server.engine_table import EngineUpdate
 from tokenmill_server.watcher import Exited, Said, Watcher
 
 logger = logging.getLogger(__name__)
 
 _ENGINE_MODULE = "tokenmill_engine.process"
-_TERMINATE_GRACE_S = 1.0
-_STOP_POLL_S = 0.01
+_FORGIVEN_AFTER_S = 600.0
+_MAX_BACKOFF_S = 30.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank of this machine and its process."""
+
+    number: int
+    environment: Mapping[str, str]
+    incarnation: int = 0
+    child: ChildProcess[FromEngine] | None = None
+    ready_since: float | None = None
+    failure: str | None = None
+    """Why this incarnation ends, known before it has."""
+    num_deaths: int = 0
+    """Since it last served for long."""
+    restart_at: float | None = None
 
 
 class EngineSupervisor:
-    """All engine cores of one server. Their keys in the watcher are `("engine", rank)`."""
+    """The engine cores of this machine. Their keys in the watcher are `("engine", rank)`."""
 
-    def __init__(self, run_dir: str, watcher: Watcher, began: float) -> None:
-        """`began`: the monotonic clock when the user's command, or call, began."""
+    def __init__(
+        self,
+        run_dir: str,
+        watcher: Watcher,
+        began: float,
+        bind: Callable[[int, int], Endpoints] | None = None,
+    ) -> None:
+        """`began`: the monotonic clock when the user's command, or call, began. `bind`: where an engine core of this
+        rank and incarnation binds its sockets; in `run_dir` if nothing is said."""
         self._run_dir = run_dir
         self._watcher = watcher
         self._began = began
-        self._num_engines = 0
-        self._children: dict[int, ChildProcess[FromEngine]] = {}
-        self._ready: dict[int, EngineReady] = {}
-        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._inputs: list[zmq.Socket[bytes]] = []
+        self._bind = bind or (lambda rank, incarnation: local_endpoints(run_dir, rank, incarnation))
+        self._device = "auto"
+        self._ranks: dict[int, _Rank] = {}
+        self._config: EngineConfig | None = None
+        self._max_restarts = 0
 
-    def spawn(self, num_engines: int, device: str, environment: Mapping[str, str]) -> None:
+    def spawn(self, num_engines: int, device: str, environment: Mapping[str, str], first_rank: int = 0) -> None:
         """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured.
         `device` is what the user asked for: auto, cpu or cuda."""
-        self._num_engines = num_engines
-        for rank in range(num_engines):
-            child: ChildProcess[FromEngine] = spawn_child(
-                _ENGINE_MODULE,
-                FromEngine,
-                args=["--run-dir", self._run_dir, "--device", device],
-                env=_engine_environment(environment, device, num_engines, rank),
-            )
-            self._children[rank] = child
-            self._watcher.add(("engine", rank), child)
+        self._device = device
+        for index in range(num_engines):
+            rank = _Rank(first_rank + index, _engine_environment(environment, device, num_engines, index))
+            self._ranks[rank.number] = rank
+            self._spawn(rank)
 
-    def configure(self, config: EngineConfig) -> None:
+    def configure(self, config: EngineConfig, max_restarts: int = 0) -> None:
         """Tells every engine core what to be; they load in parallel. `spawn` started as many as `config` says."""
-        for rank, child in self._children.items():
-            try:
-                child.channel.send(EngineStart(rank, self._run_dir, config, self._began))
-            except ChannelClosedError:
-                logger.debug("engine core %d ended before it could be configured", rank)
+        self._config = config
+        self._max_restarts = max_restarts
+        for rank in self._ranks.values():
+            self._configure(rank, config, self._began)
 
-    @property
-    def ready(self) -> list[EngineReady]:
-        """The engine cores that can serve, in the order of their ranks."""
-        return [self._ready[rank] for rank in sorted(self._ready)]
-
-    @property
-    def all_ready(self) -> bool:
-        return 0 < self._num_engines == len(self._ready)
-
-    def handle(self, event: Said | Exited) -> None:
-        """Takes note of an event about an engine core.
+    def handle(self, event: Said | Exited) -> EngineUpdate | None:
+        """Takes note of an event about an engine core; returns what it changes for others.
 
         Raises:
-            StartupError: an engine core could not start; the message is its own where it had one.
-            EngineDeadError: an engine core that was ready is gone.
+            StartupError: an engine core could not start for the first time; the message is its own where it had one.
         """
+        rank = self._ranks[event.key[1]]
         match event:
             case Said(message=EngineReady() as ready):
-                self._ready[ready.engine] = ready
+                rank.ready_since = time.monotonic()
+                return ready
             case Said(message=StartFailed(message=message)):
-                raise StartupError(message)
-            case Exited(key=(_, rank), returncode=returncode):
-                self._children.pop(rank, None)
-                reason = describe_exit(returncode)
-                if self._ready.pop(rank, None) is None:
-                    raise StartupError(f"engine core {rank} {reason} while it was starting")
-                raise EngineDeadError(f"engine core {rank} {reason}")
+                if rank.incarnation == 0:
+                    raise StartupError(message)
+                rank.failure = message
+            case Exited(returncode=returncode):
+                return self._ended(rank, returncode)
+        return None
 
-    def client_gone(self, client: int, incarnation: int) -> None:
-        """Tells every engine core that this incarnation of API server `client` died, so that its requests end."""
-        if self._zmq is None:
-            self._zmq = zmq.Context()
-            self._inputs = [
-                connect_dealer(self._zmq, input_endpoint(self._run_dir, rank), LAUNCHER_IDENTITY)
-                for rank in range(self._num_engines)
-            ]
-        frame = msgspec.msgpack.encode(ClientGone(client, incarnation))
-        for socket in self._inputs:
-            socket.send(frame)
+    def restart_due(self) -> None:
+        """Starts the engine cores again whose time has come."""
+        for rank in self._ranks.values():
+            if rank.restart_at is not None and rank.restart_at <= time.monotonic():
+                assert self._config is not None
+                rank.restart_at = None
+                rank.incarnation += 1
+                self._spawn(rank)
+                self._configure(rank, self._config, time.monotonic())
+
+    @property
+    def next_restart(self) -> float | None:
+        """When `restart_due` has something to do next, on the monotonic clock."""
+        return min((rank.restart_at for rank in self._ranks.values() if rank.restart_at is not None), default=None)
+
+    def end_restarts(self) -> None:
+        """From now on nothing is started again."""
+        self._max_restarts = 0
+        for rank in self._ranks.values():
+            rank.restart_at = None
 
     def stop(self) -> None:
         """Ends every engine core and waits for it. May be called twice."""
-        stop_children(self._children.values())
-        self._children.clear()
-        if self._zmq is not None:
-            self._zmq.destroy(linger=0)
-            self._zmq = None
+        self.end_restarts()
+        stop_children(rank.child for rank in self._ranks.values() if rank.child is not None)
+        for rank in self._ranks.values():
+            rank.child = None
+
+    def _spawn(self, rank: _Rank) -> None:
+        child: ChildProcess[FromEngine] = spawn_child(
+            _ENGINE_MODULE,
+            FromEngine,
+            args=["--run-dir", self._run_dir, "--device", self._device],
+            env=rank.environment,
+        )
+        rank.child = child
+        rank.ready_since = None
+        rank.failure = None
+        self._watcher.add(("engine", rank.number), child)
+
+    def _configure(self, rank: _Rank, config: EngineConfig, began: float) -> None:
+        bind = self._bind(rank.number, rank.incarnation)
+        start = EngineStart(rank.number, rank.incarnation, self._run_dir, bind, config, began)
+        try:
+            if rank.child is not None:
+                rank.child.channel.send(start)
+        except ChannelClosedError:
+            logger.debug("engine core %d ended before it could be configured", rank.number)
+
+    def _ended(self, rank: _Rank, returncode: int) -> EngineLost:
+        rank.child = None
+        served_since, now = rank.ready_since, time.monotonic()
+        moment = "" if served_since is not None else " while it was starting"
+        reason = rank.failure or f"engine core {rank.number} {describe_exit(returncode)}{moment}"
+        if served_since is None and rank.incarnation == 0:
+            raise StartupError(reason)
+        if served_since is not None and now - served_since >= _FORGIVEN_AFTER_S:
+            rank.num_deaths = 0
+        rank.num_deaths += 1
+        restarts = rank.num_deaths <= self._max_restarts
+        if restarts:
+            rank.restart_at = now + _backoff_s(rank.num_deaths)
+        return EngineLost(rank.number, rank.incarnation, reason, restarts)
 
 
-def stop_children(children: Iterable[ChildProcess[Any]]) -> None:
-    """Tells each child to end, by SIGTERM and the end of its channel; a moment later kills it and whatever it
-    started. Returns when all are reaped."""
-    running = [child for child in children if child.process.returncode is None]
-    processes = [child.process for child in running]
-    for child in running:
-        os.kill(child.process.pid, signal.SIGTERM)
-        child.channel.close()
-    deadline = time.monotonic() + _TERMINATE_GRACE_S
-    while time.monotonic() < deadline and not all(_has_ended(process.pid) for process in processes):
-        time.sleep(_STOP_POLL_S)
-    for process in processes:
-        # Not reaped yet, so the number still belongs to this child's process group.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _backoff_s(num_deaths: int) -> float:
+    """At once the first time, then 1, 2, 4, ... seconds."""
+    return min(_MAX_BACKOFF_S, 2.0 ** (num_deaths - 2)) if num_deaths > 1 else 0.0
 
 
-def _has_ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _engine_environment(environment: Mapping[str, str], device: str, num_engines: int, rank: int) -> dict[str, str]:
-    """Rank k of several that may use GPUs sees only the k-th visible one, if there are so many. Where all are hidden,
-    by a variable that is set but empty, they stay hidden."""
+def _engine_environment(environment: Mapping[str, str], device: str, num_engines: int, index: int) -> dict[str, str]:
+    """Engine core `index` of several on one machine that may use GPUs sees only that one of the visible ones, if there
+    are so many. Where all are hidden, by a variable that is set but empty, they stay hidden."""
     result = dict(environment)
     if device != "cpu" and num_engines > 1:
         names = environment.get("CUDA_VISIBLE_DEVICES")
         visible = None if names is None else [name for name in names.split(",") if name]
         if visible is None:
-            result["CUDA_VISIBLE_DEVICES"] = str(rank)
+            result["CUDA_VISIBLE_DEVICES"] = str(index)
         else:
-            result["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) else ""
+            result["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else ""
     return result
-
-
-def describe_exit(returncode: int) -> str:
-    """How a child ended, as the predicate of a sentence."""
-    if returncode == -signal.SIGKILL:
-        return (
-            "was killed (SIGKILL); if the kernel did so for want of memory, lower --kv-cache-memory-bytes "
-            "or --data-parallel-size"
-        )
-    if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    return f"exited with status {returncode}"

@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokenmill_engine.errors import EngineDeadError, EngineError, TokenmillError
-from tokenmill_engine.messages import AddRequest, Finish, FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from tokenmill_engine.ipc.control import EngineLost
+from tokenmill_engine.messages import (
+    AddRequest,
+    EngineReady,
+    Finish,
+    FinishReason,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.processing.collector import Collector
@@ -32,9 +41,9 @@ class TextGenerator:
         self._choices: dict[int, Choice] = {}
         client.on_output = self._on_step
 
-    async def connect(self) -> None:
-        """Connects to the engine cores, which must be running."""
-        await self._client.start()
+    async def connect(self, engine: EngineReady) -> None:
+        """Connects to an engine core, which must be running. Raises EngineDeadError if it is gone."""
+        await self._client.connect(engine)
 
     def after_outputs(self, call: Callable[[], None]) -> None:
         """`call` is called whenever the outputs that had come have been handed to their listeners."""
@@ -54,7 +63,7 @@ class TextGenerator:
     ) -> Generation:
         """Sends the request's choices to the least loaded engine (or the pinned one), all to the same.
 
-        Raises EngineDeadError if that engine is gone.
+        Raises EngineUnavailableError if the pinned engine is gone, EngineDeadError if all are.
         """
         engine = self._client.choose_engine(pinned_engine)
         generation = Generation(request, listener, self._tokenizer, engine)
@@ -105,12 +114,12 @@ class TextGenerator:
             for generation, _ in started:
                 self.close_generation(generation)
 
-    def engine_died(self, engine: int, message: str) -> None:
-        """Fails everything that is open on `engine`."""
-        self._client.engine_died(engine, message)
-        lost = {id(c.generation): c.generation for c in self._choices.values() if c.generation.engine == engine}
-        for generation in lost.values():
-            self.fail(generation, EngineDeadError(message))
+    def engine_lost(self, lost: EngineLost) -> None:
+        """Fails everything that is open on an engine that is gone."""
+        self._client.disconnect(lost)
+        choices = [choice for choice in self._choices.values() if choice.generation.engine == lost.engine]
+        for generation in {id(choice.generation): choice.generation for choice in choices}.values():
+            self.fail(generation, EngineDeadError(lost.message))
 
     def fail_all(self, error: TokenmillError) -> None:
         """Ends everything that is open with `error`."""

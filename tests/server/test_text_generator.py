@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.echo_engine import POISON, EchoEngine, echo_tokens, made_up_logprob
 from tokenmill_engine.config.model_files import embedded_model_path
-from tokenmill_engine.errors import EngineDeadError, EngineError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, TokenmillError
+from tokenmill_engine.ipc.control import EngineLost
 from tokenmill_engine.messages import FinishReason, SamplingParams
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.processing.generation import GenerationRequest, TokenLogprob
@@ -32,8 +33,9 @@ async def generating(
 ) -> AsyncIterator[tuple[TextGenerator, list[EchoEngine]]]:
     with tempfile.TemporaryDirectory(prefix="tokenmill-test-") as run_dir:
         engines = [EchoEngine(run_dir, index, **options).start() for index in range(num_engines)]
-        generator = TextGenerator(EngineClient(run_dir, 0, 0, num_engines), tokenizer)
-        await generator.connect()
+        generator = TextGenerator(EngineClient(0, 0, num_engines), tokenizer)
+        for engine in engines:
+            await generator.connect(engine.ready())
         try:
             yield generator, engines
         finally:
@@ -160,11 +162,11 @@ async def test_death_of_an_engine_fails_its_requests_at_once(tokenizer: Tokenize
             for engine, limit in ((0, 10**6), (1, 50))
         ]
         await wait_until(lambda: engines[0].num_running == 1)
-        generator.engine_died(0, "engine core 0 was killed")
+        generator.engine_lost(EngineLost(0, 0, "engine core 0 was killed"))
         with pytest.raises(EngineDeadError, match="engine core 0 was killed"):
             await lost
         assert (await kept).outputs[0].finish_reason is FinishReason.LENGTH
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(EngineUnavailableError, match="engine core 0 was killed"):
             await generator.complete(request(tokenizer, "one"), 0)
 
 
@@ -185,7 +187,7 @@ async def test_a_listener_that_raises_fails_its_request_alone(tokenizer: Tokeniz
 
 
 async def test_before_the_engines_are_connected(tokenizer: Tokenizer) -> None:
-    generator = TextGenerator(EngineClient("/nowhere", 0, 0, 1), tokenizer)
+    generator = TextGenerator(EngineClient(0, 0, 1), tokenizer)
     with pytest.raises(EngineDeadError):
         await generator.complete(request(tokenizer, "one"))
     generator.disconnect()

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from tokenmill_engine.ipc.ids import client_identity, client_of
-from tokenmill_engine.ipc.sockets import bind_router, input_endpoint, output_endpoint
+from tokenmill_engine.ipc.sockets import bind_router, local_endpoints
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -62,14 +62,16 @@ class EchoEngine:
     max_model_len: int = 8192
     step_s: float = 0.0
     tokens_per_step: int = 1
+    incarnation: int = 0
     added: list[AddRequest] = field(default_factory=list)
     """Every request ever received."""
     aborted: list[tuple[int, FinishReason]] = field(default_factory=list)
 
     def start(self) -> "EchoEngine":
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._input = bind_router(self._context, input_endpoint(self.run_dir, self.engine))
-        self._output = bind_router(self._context, output_endpoint(self.run_dir, self.engine))
+        endpoints = self.ready().endpoints
+        self._input = bind_router(self._context, endpoints.input)
+        self._output = bind_router(self._context, endpoints.output)
         self._running: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
@@ -92,7 +94,8 @@ class EchoEngine:
         return len(self._running)
 
     def ready(self) -> EngineReady:
-        return EngineReady(self.engine, self.max_model_len, 100, 16, 1600, "echo")
+        endpoints = local_endpoints(self.run_dir, self.engine, self.incarnation)
+        return EngineReady(self.engine, self.incarnation, endpoints, self.max_model_len, 100, 16, 1600, "echo")
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -26,7 +26,7 @@ from tokenmill_engine.config.engine import (
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import EngineStart, FromEngine
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
-from tokenmill_engine.ipc.sockets import connect_dealer, input_endpoint, output_endpoint
+from tokenmill_engine.ipc.sockets import connect_dealer, local_endpoints
 from tokenmill_engine.messages import (
     AddRequest,
     ClientMessage,
@@ -67,8 +67,9 @@ class EngineTalker:
     def __init__(self, run_dir: str, client: int, engine: int = 0) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = client_identity(client)
-        self._output = connect_dealer(self._context, output_endpoint(run_dir, engine), identity)
-        self._input = connect_dealer(self._context, input_endpoint(run_dir, engine), identity)
+        endpoints = local_endpoints(run_dir, engine)
+        self._output = connect_dealer(self._context, endpoints.output, identity)
+        self._input = connect_dealer(self._context, endpoints.input, identity)
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._ids = RequestIds(client)
         self.client = client
@@ -183,7 +184,7 @@ def started_engine(config: EngineConfig, **variables: str) -> Iterator[tuple[Chi
             os.dup2(stderr, 2)
             os.close(stderr)
     try:
-        child.channel.send(EngineStart(0, run_dir, config, began))
+        child.channel.send(EngineStart(0, 0, run_dir, local_endpoints(run_dir, 0), config, began))
         yield child, run_dir, log
     finally:
         if child.process.poll() is None:

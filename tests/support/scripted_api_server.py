@@ -7,7 +7,7 @@ import sys
 import time
 
 from tests.support.scripted_child import begin, note
-from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, Listening, Serving, ToApiServer
+from tokenmill_engine.ipc.control import Drain, Drained, EngineLost, EnginesReady, Listening, Serving, ToApiServer
 from tokenmill_server.control import ApiServerStart
 
 
@@ -29,7 +29,7 @@ def main() -> None:
                 sys.exit(4)
             case EnginesReady():
                 channel.send(Serving())
-            case EngineDied(message=reason):
+            case EngineLost(message=reason):
                 note(reason)
             case Drain() if behaviour == "patient":
                 behaviour = "serve"

@@ -10,7 +10,7 @@ import zmq
 
 from tests.support.scripted_child import begin, note
 from tokenmill_engine.ipc.control import EngineStart, StartFailed
-from tokenmill_engine.ipc.sockets import bind_router, input_endpoint
+from tokenmill_engine.ipc.sockets import bind_router
 from tokenmill_engine.messages import ClientGone, EngineReady
 
 
@@ -25,9 +25,9 @@ def main() -> None:
     if behaviour == "crash":
         sys.exit(3)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = bind_router(context, input_endpoint(start.run_dir, start.engine))
+    socket = bind_router(context, start.bind.input)
     note(f"engine {start.engine} pid {os.getpid()}")
-    channel.send(EngineReady(start.engine, 128, 8, 16, 128, "none", {"load": 0.1}))
+    channel.send(EngineReady(start.engine, start.incarnation, start.bind, 128, 8, 16, 128, "none", {"load": 0.1}))
     if behaviour == "die":
         sys.exit(4)
     while True:

@@ -6,14 +6,18 @@ The channel's end of file means that the other side is gone.
 import msgspec
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.messages import EngineReady
+from tokenmill_engine.messages import Endpoints, EngineReady
 
 
 class EngineStart(msgspec.Struct, tag=True, frozen=True):
-    """First message to an engine core. Its sockets are `engine-<engine>.in` and `.out` in `run_dir`."""
+    """First message to an engine core."""
 
     engine: int
+    incarnation: int
+    """How often this rank was started before."""
     run_dir: str
+    bind: Endpoints
+    """Where to bind its sockets. The system chooses a TCP port that is `*`; `EngineReady` tells which."""
     config: EngineConfig
     began: float
     """Of the monotonic clock, in seconds: when the user's command, or call, began."""
@@ -25,17 +29,28 @@ class StartFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-class EnginesReady(msgspec.Struct, tag=True, frozen=True):
-    """To every API server once all engine cores are ready (and again to a restarted API server)."""
-
-    engines: list[EngineReady]
-
-
-class EngineDied(msgspec.Struct, tag=True, frozen=True):
-    """To every API server: this engine is gone; fail what it owned."""
+class EngineLost(msgspec.Struct, tag=True, frozen=True):
+    """To every API server: this engine core is gone; what it owned fails."""
 
     engine: int
+    incarnation: int
     message: str
+    """Why, as one sentence."""
+    restarts: bool = False
+    """Whether another incarnation of it is about to start; `EngineBack` tells when it is there."""
+
+
+class EngineBack(msgspec.Struct, tag=True, frozen=True):
+    """To every API server: a lost engine core was restarted and serves again."""
+
+    engine: EngineReady
+
+
+class EnginesReady(msgspec.Struct, tag=True, frozen=True):
+    """To every API server once all engine cores are ready, and to a restarted API server: who is there, who is not."""
+
+    engines: list[EngineReady]
+    lost: list[EngineLost] = []
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
@@ -62,5 +77,5 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
 
 EngineControl = EngineStart
 FromEngine = EngineReady | StartFailed
-ToApiServer = EnginesReady | EngineDied | Drain
+ToApiServer = EnginesReady | EngineLost | EngineBack | Drain
 FromApiServer = Listening | Serving | Drained | StartFailed

@@ -1,8 +1,8 @@
 """ZeroMQ sockets between API servers and engine cores.
 
-Engine core k binds two ROUTER sockets in the launcher's private run directory: `engine-k.in` receives
-`ClientMessage`s, `engine-k.out` sends `EngineMessage`s. Every API server connects one DEALER to each of them under
-`ids.client_identity`. Nothing limits the queues (back pressure is the scheduler's business) and nothing lingers.
+Every engine core binds two ROUTER sockets, which `Endpoints` names: one receives `ClientMessage`s, the other sends
+`EngineMessage`s. Every API server connects one DEALER to each of them under `ids.client_identity`. Nothing limits the
+queues (back pressure is the scheduler's business) and nothing lingers.
 """
 
 from pathlib import Path
@@ -10,20 +10,23 @@ from typing import Any, TypeVar
 
 import zmq
 
+from tokenmill_engine.messages import Endpoints
+
 SocketT = TypeVar("SocketT", bound="zmq.Socket[Any]")
 
 _MAX_PATH_BYTES = 107
 """What the kernel accepts in `sockaddr_un.sun_path`, without the final zero."""
 
 
-def input_endpoint(run_dir: str, engine: int) -> str:
-    """Where engine core `engine` receives."""
-    return f"ipc://{_socket_path(run_dir, f'engine-{engine}.in')}"
+def local_endpoints(run_dir: str, engine: int, incarnation: int = 0) -> Endpoints:
+    """Files in the launcher's private run directory, for this incarnation of engine core `engine` alone."""
+    name = f"engine-{engine}.{incarnation}"
+    return Endpoints(f"ipc://{_socket_path(run_dir, f'{name}.in')}", f"ipc://{_socket_path(run_dir, f'{name}.out')}")
 
 
-def output_endpoint(run_dir: str, engine: int) -> str:
-    """Where engine core `engine` sends."""
-    return f"ipc://{_socket_path(run_dir, f'engine-{engine}.out')}"
+def bound_endpoint(socket: "zmq.Socket[Any]") -> str:
+    """Where others reach a bound socket: its address, with the port that the system chose."""
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
 
 def bind_router(context: "zmq.Context[SocketT]", endpoint: str, *, mandatory: bool = False) -> SocketT:

@@ -7,10 +7,11 @@ import threading
 import pytest
 
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.control import Drain, EngineDied, EnginesReady, ToApiServer
-from tokenmill_engine.messages import EngineReady
+from tokenmill_engine.ipc.control import Drain, EngineLost, EnginesReady, ToApiServer
+from tokenmill_engine.messages import Endpoints, EngineReady
 
-READY = EnginesReady([EngineReady(0, 100, 10, 16, 160, "none", {"load": 1.5})])
+ENDPOINTS = Endpoints("ipc:///i", "tcp://host:1")
+READY = EnginesReady([EngineReady(0, 1, ENDPOINTS, 100, 10, 16, 160, "none", {"load": 1.5})])
 Pair = tuple[ControlChannel[ToApiServer], ControlChannel[ToApiServer]]
 
 
@@ -21,7 +22,7 @@ def pair() -> Pair:
 
 
 def test_messages_arrive_in_order_with_their_types(pair: Pair) -> None:
-    sent = [READY, EngineDied(1, "why"), Drain(2.5)]
+    sent = [READY, EngineLost(1, 2, "why", restarts=True), Drain(2.5)]
     for message in sent:
         pair[0].send(message)
     assert [pair[1].receive() for _ in sent] == sent
@@ -39,7 +40,7 @@ def test_receive_waits(pair: Pair) -> None:
 
 
 def test_a_message_larger_than_the_sockets_buffer_passes(pair: Pair) -> None:
-    message = EngineDied(0, "x" * 3_000_000)
+    message = EngineLost(0, 0, "x" * 3_000_000)
     sender = threading.Thread(target=pair[0].send, args=[message])
     sender.start()
     assert pair[1].receive() == message

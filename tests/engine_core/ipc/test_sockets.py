@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from tokenmill_engine.ipc.ids import client_identity
-from tokenmill_engine.ipc.sockets import bind_router, connect_dealer, input_endpoint, output_endpoint
+from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint, connect_dealer, local_endpoints
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -26,7 +26,8 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def test_engines_hear_who_sends_and_answer_by_identity(context: Context, tmp_path: Path) -> None:
-    endpoints = input_endpoint(str(tmp_path), 0), output_endpoint(str(tmp_path), 0)
+    local = local_endpoints(str(tmp_path), 0)
+    endpoints = local.input, local.output
     with ExitStack() as stack:
         inbox, outbox = (stack.enter_context(bind_router(context, endpoint)) for endpoint in endpoints)
         clients = [
@@ -73,4 +74,20 @@ def test_who_comes_back_under_an_identity_replaces_the_old_connection(context: C
 
 def test_a_path_that_no_socket_can_have_is_named() -> None:
     with pytest.raises(ValueError, match="TMPDIR"):
-        input_endpoint("/tmp/" + "x" * 120, 0)
+        local_endpoints("/tmp/" + "x" * 120, 0)
+
+
+def test_every_incarnation_has_addresses_of_its_own() -> None:
+    places = [local_endpoints("/r", engine, incarnation) for engine in range(2) for incarnation in range(2)]
+    assert len({place.input for place in places} | {place.output for place in places}) == 8
+
+
+def test_a_bound_socket_tells_where_it_is(context: Context, tmp_path: Path) -> None:
+    file = f"ipc://{tmp_path}/a"
+    with bind_router(context, file) as local, bind_router(context, "tcp://127.0.0.1:*") as remote:
+        assert bound_endpoint(local) == file
+        address = bound_endpoint(remote)
+        assert address.startswith("tcp://127.0.0.1:")
+        with connect_dealer(context, address, client_identity(0)) as dealer:
+            dealer.send(b"hello")
+            assert receive(remote) == [client_identity(0), b"hello"]

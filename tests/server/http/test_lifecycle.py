@@ -21,7 +21,7 @@ from tests.support.api_server import MODEL_NAME, Server, engine_config, run_serv
 from tests.support.echo_engine import POISON
 from tests.support.sse import is_error, post_stream
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_engine.ipc.control import Drain, Drained, EngineDied, EnginesReady, FromApiServer, StartFailed
+from tokenmill_engine.ipc.control import Drain, Drained, EngineLost, EnginesReady, FromApiServer, StartFailed
 from tokenmill_engine.messages import FinishReason
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.control import ApiServerStart
@@ -79,7 +79,7 @@ def test_death_of_the_engine_answers_everyone_at_once() -> None:
         with open_stream(server, LONG | {"n": 2}) as lines:
             wait_until(lambda: server.engines[0].num_running == 6)
             server.engines[0].paused.set()
-            server.children[0].channel.send(EngineDied(0, "engine core 0 was killed"))
+            server.children[0].channel.send(EngineLost(0, 0, "engine core 0 was killed"))
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert rest[-1] == "data: [DONE]"
@@ -132,7 +132,7 @@ def test_a_drain_that_is_cut_short_still_tells_clients() -> None:
 def test_death_of_the_engine_during_a_drain() -> None:
     with run_server(engine_options={"step_s": 0.01}) as server, open_stream(server, LONG) as lines:
         server.children[0].channel.send(Drain(60.0))
-        server.children[0].channel.send(EngineDied(0, "engine core 0 was killed"))
+        server.children[0].channel.send(EngineLost(0, 0, "engine core 0 was killed"))
         rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert rest[-1] == "data: [DONE]"
@@ -144,7 +144,7 @@ def test_death_of_an_engine_that_nobody_is_connected_to_yet() -> None:
     with run_server(ready=False) as server, server.client() as client:
         server.engines[0].stop()
         server.children[0].channel.send(EnginesReady([server.engines[0].ready()]))
-        server.children[0].channel.send(EngineDied(0, "engine core 0 was killed"))
+        server.children[0].channel.send(EngineLost(0, 0, "engine core 0 was killed"))
         wait_until(lambda: client.get("/health").json()["status"] == "dead")
         assert is_error(client.post(PATH, json=SHORT), 500, code="engine_dead")
         server.engines[0].start()

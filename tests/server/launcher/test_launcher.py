@@ -167,15 +167,15 @@ def test_a_signal_ends_a_download_and_the_engine_cores_that_run_already(number: 
 
 
 def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:
-    with launched("-dp", "2", "-asc", "2") as run:
+    with launched("-asc", "2") as run:
         run.wait_for("is ready at")
         killed = time.monotonic()
-        os.kill(run.pid("engine 1"), signal.SIGKILL)
+        os.kill(run.pid("engine 0"), signal.SIGKILL)
         run.wait(1)
         assert time.monotonic() - killed < 5
-        assert len(re.findall("hears EngineDied", run.children_log)) == 2
-        assert "engine core 1 was killed (SIGKILL)" in run.children_log
-        assert run.log.splitlines()[-1].startswith("error: engine core 1 was killed (SIGKILL)")
+        assert len(re.findall("hears EngineLost", run.children_log)) == 2
+        assert "engine core 0 was killed (SIGKILL)" in run.children_log
+        assert run.log.splitlines()[-1].startswith("error: engine core 0 was killed (SIGKILL)")
 
 
 def test_dead_api_server_is_replaced_and_its_requests_are_dropped() -> None:

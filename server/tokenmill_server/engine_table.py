@@ -1,0 +1,71 @@
+"""Every engine core of a server as the launcher knows it: who serves, who is lost, and where each is reached.
+
+It is fed with updates by whoever watches the processes: `EngineSupervisor` for those of this machine. Knows nothing of
+processes.
+"""
+
+import msgspec
+import zmq
+
+from tokenmill_engine.ipc.control import EngineLost
+from tokenmill_engine.ipc.ids import LAUNCHER_IDENTITY
+from tokenmill_engine.ipc.sockets import connect_dealer
+from tokenmill_engine.messages import ClientGone, EngineReady
+
+EngineUpdate = EngineReady | EngineLost
+"""A rank serves from now on, or is lost."""
+
+
+class EngineTable:
+    """The latest update of every rank. A rank without one is starting for the first time."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._num_engines = num_engines
+        self._updates: dict[int, EngineUpdate] = {}
+        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._inputs: dict[int, zmq.Socket[bytes]] = {}
+
+    def apply(self, update: EngineUpdate) -> None:
+        """Takes note of an update."""
+        self._updates[update.engine] = update
+        socket = self._inputs.pop(update.engine, None)
+        if socket is not None:
+            socket.close()
+
+    @property
+    def ready(self) -> list[EngineReady]:
+        """The engine cores that serve, in the order of their ranks."""
+        return [update for _, update in sorted(self._updates.items()) if isinstance(update, EngineReady)]
+
+    @property
+    def lost(self) -> list[EngineLost]:
+        """Those that are gone, for now or for good, in the order of their ranks."""
+        return [update for _, update in sorted(self._updates.items()) if isinstance(update, EngineLost)]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether some serve and no other is still to come."""
+        gone = sum(not update.restarts for update in self.lost)
+        return bool(self.ready) and len(self.ready) + gone == self._num_engines
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether every rank is gone for good."""
+        return sum(not update.restarts for update in self.lost) == self._num_engines
+
+    def client_gone(self, client: int, incarnation: int) -> None:
+        """Tells every engine core that this incarnation of API server `client` died, so that its requests end."""
+        if self._zmq is None:
+            self._zmq = zmq.Context()
+        frame = msgspec.msgpack.encode(ClientGone(client, incarnation))
+        for ready in self.ready:
+            if ready.engine not in self._inputs:
+                self._inputs[ready.engine] = connect_dealer(self._zmq, ready.endpoints.input, LAUNCHER_IDENTITY)
+            self._inputs[ready.engine].send(frame)
+
+    def close(self) -> None:
+        """Lets go of the engine cores. May be called twice."""
+        if self._zmq is not None:
+            self._zmq.destroy(linger=0)
+            self._zmq = None
+            self._inputs.clear()
