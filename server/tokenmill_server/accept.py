@@ -2,14 +2,21 @@
 
 Each server writes how many connections it has open into its own cell of a memory-mapped file that all of them read.
 A server that has more than the least busy one lets the others go first for a moment, then takes what is still there:
-a server that hangs, or died and left its count behind, delays connections by milliseconds but never stops them.
+a server that hangs, or died and left its count behind, delays connections by milliseconds but never stops them, and
+soon nobody waits for it any more.
+
+A server that starts beside busy ones, because it replaces a dead one, has no connections. It must not get every new
+one until it has as many as the others: clients that come back all at once would meet in one process. It counts itself
+as busy as the others and gives that up by half a connection with each one that it takes, so it gets twice as many as
+any other until it has caught up.
 """
 
 import asyncio
 import logging
 import mmap
+import select
 import socket
-import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,46 +24,80 @@ from tokenmill_engine.ipc.files import reserve
 
 logger = logging.getLogger(__name__)
 
-_CELL = struct.Struct("=q")
-_NOT_ACCEPTING = -1
+_CELL_BYTES = 8
+_NOT_ACCEPTING = -1.0
+_HEAD_START_PER_ACCEPT = 0.5
 _BACK_OFF_S = 0.001
 _MAX_BACK_OFFS = 5
+_SILENCE_S = 0.25
+"""A less busy server that has let connections wait for so long without taking one, or losing one, is not waited for
+until it does."""
 _RESOURCE_PAUSE_S = 0.1
 """Wait after running out of file descriptors."""
 
 
 class ConnectionCounts:
-    """Open connections of every API server. Writing is for one's own cell only."""
+    """Open connections of every API server, as float64. Writing is for one's own cell only."""
 
     def __init__(self, path: Path, num_servers: int, own: int) -> None:
-        size = _CELL.size * num_servers
+        size = _CELL_BYTES * num_servers
         reserve(path, size)
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), size)
-        self._num_servers = num_servers
+            self._cells = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
         self._own = own
+        self._others = [server for server in range(num_servers) if server != own]
         self._count = 0
-        self._write(0)
+        self._is_accepting = True
+        self._head_start = self._mean_of_others()
+        """What this server counts itself busier than it is."""
+        self._missed: dict[int, tuple[float, float]] = {}
+        """Counts of less busy servers that let a connection wait, and since when (`time.monotonic`) they stand."""
+        self._write()
 
     def opened(self) -> None:
         self._count += 1
-        self._write(self._count)
+        self._head_start = max(0.0, self._head_start - _HEAD_START_PER_ACCEPT)
+        self._write()
 
     def closed(self) -> None:
         self._count -= 1
-        self._write(self._count)
+        self._write()
 
     def leave(self) -> None:
         """This server accepts no more; nobody waits for it."""
-        self._write(_NOT_ACCEPTING)
+        self._is_accepting = False
+        self._write()
 
     def is_least_busy(self) -> bool:
-        """Whether no accepting server has fewer open connections than this one."""
-        counts = (_CELL.unpack_from(self._map, _CELL.size * server)[0] for server in range(self._num_servers))
-        return self._count <= min((count for count in counts if count != _NOT_ACCEPTING), default=0)
+        """Whether no accepting server that reacts has fewer open connections than this one."""
+        if self._head_start:  # connections that others lose are not to be made up for
+            self._head_start = min(self._head_start, max(0.0, self._mean_of_others() + 1 - self._count))
+            self._write()
+        return not any(self._is_awaited(server) for server in self._others)
 
-    def _write(self, count: int) -> None:
-        _CELL.pack_into(self._map, _CELL.size * self._own, count)
+    def miss(self) -> None:
+        """The less busy servers have let a connection wait."""
+        now = time.monotonic()
+        for server in self._others:
+            count = self._cells[server]
+            if self._missed.get(server, (count, now))[0] != count:
+                del self._missed[server]
+            if self._is_awaited(server):
+                self._missed.setdefault(server, (count, now))
+
+    def _is_awaited(self, server: int) -> bool:
+        count = self._cells[server]
+        if count == _NOT_ACCEPTING or count >= self._cells[self._own]:
+            return False
+        missed_count, missed_at = self._missed.get(server, (_NOT_ACCEPTING, 0.0))
+        return count != missed_count or time.monotonic() - missed_at < _SILENCE_S
+
+    def _mean_of_others(self) -> float:
+        counts = [count for server in self._others if (count := self._cells[server]) != _NOT_ACCEPTING]
+        return sum(counts) / len(counts) if counts else 0.0
+
+    def _write(self) -> None:
+        self._cells[self._own] = self._count + self._head_start if self._is_accepting else _NOT_ACCEPTING
 
 
 class Acceptor:
@@ -73,16 +114,15 @@ class Acceptor:
         self._num_back_offs = 0
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: set[asyncio.Task[None]] = set()
-        self._is_open = False
+        self._poller = select.poll()
+        self._poller.register(listener, select.POLLIN)
         listener.setblocking(False)
 
     def open(self) -> None:
-        self._is_open = True
         self._watch()
 
     def close(self) -> None:
         """Stops accepting. The listener stays open: others share it."""
-        self._is_open = False
         self._loop.remove_reader(self._listener.fileno())
         if self._timer is not None:
             self._timer.cancel()
@@ -90,6 +130,8 @@ class Acceptor:
 
     def _watch(self) -> None:
         self._timer = None
+        if self._num_back_offs and not self._poller.poll(0):
+            self._num_back_offs = 0  # another server took what this one waited with
         self._loop.add_reader(self._listener.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
@@ -97,6 +139,8 @@ class Acceptor:
             self._num_back_offs += 1
             self._pause(_BACK_OFF_S)
             return
+        if self._num_back_offs == _MAX_BACK_OFFS:
+            self._counts.miss()
         self._num_back_offs = 0
         try:
             connection, _ = self._listener.accept()

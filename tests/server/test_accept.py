@@ -34,13 +34,70 @@ async def test_nobody_waits_for_a_server_that_left(tmp_path: Path) -> None:
     assert first.is_least_busy()
 
 
-async def test_a_restarted_server_begins_at_zero(tmp_path: Path) -> None:
+async def test_a_server_that_left_stays_away_while_its_connections_end(tmp_path: Path) -> None:
     first, second = counts(tmp_path, 2)
-    second.opened()
-    first.opened()
+    for _ in range(2):
+        first.opened()
+        second.opened()
+    second.leave()
+    second.closed()
     assert first.is_least_busy()
-    ConnectionCounts(tmp_path / "counts", 2, own=1)
+
+
+def taken_by_each(servers: list[ConnectionCounts], num_connections: int) -> list[int]:
+    """How many of the next connections each server takes: all wake up for each, whoever is least busy takes it."""
+    taken = [0] * len(servers)
+    for _ in range(num_connections):
+        index = [server.is_least_busy() for server in servers].index(True)
+        servers[index].opened()
+        taken[index] += 1
+    return taken
+
+
+async def test_a_restarted_server_is_neither_flooded_nor_starved(tmp_path: Path) -> None:
+    """It gets twice what another gets, until it has as many, and then the same."""
+    everyone = counts(tmp_path, 4)
+    assert taken_by_each(everyone, 400) == [100] * 4
+    everyone[1] = ConnectionCounts(tmp_path / "counts", 4, own=1)
+    newcomer, *others = (taken := taken_by_each(everyone, 80))[1], *taken[:1], *taken[2:]
+    assert 30 <= newcomer <= 34
+    assert all(15 <= count <= 17 for count in others)
+    taken = [before + after for before, after in zip(taken, taken_by_each(everyone, 420), strict=True)]
+    assert 198 <= taken[1] <= 202
+    assert all(abs(count - 50) <= 2 for count in taken_by_each(everyone, 200))
+
+
+async def test_a_restarted_server_gives_up_its_head_start_when_the_others_lose_connections(tmp_path: Path) -> None:
+    everyone = counts(tmp_path, 4)
+    taken_by_each(everyone, 400)
+    everyone[3] = ConnectionCounts(tmp_path / "counts", 4, own=3)
+    for server in everyone[:3]:
+        for _ in range(100):
+            server.closed()
+    assert all(9 <= count <= 11 for count in taken_by_each(everyone, 40))
+
+
+async def test_a_server_that_lets_connections_wait_is_waited_for_again_when_it_reacts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("tokenmill_server.accept.time.monotonic", lambda: now)
+    first, silent = counts(tmp_path, 2)
+    first.opened()
+    first.miss()
+    now += 0.1
+    assert not first.is_least_busy()  # it may be busy for a moment
+    first.miss()
+    now += 0.2
+    assert first.is_least_busy()
+    first.opened()
+    silent.opened()
     assert not first.is_least_busy()
+    first.miss()
+    now += 0.1
+    assert not first.is_least_busy()
+    now += 0.2
+    assert first.is_least_busy()
 
 
 class _Held(asyncio.Protocol):
