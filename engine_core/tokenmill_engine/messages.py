@@ -190,6 +190,8 @@ class Endpoints(msgspec.Struct, frozen=True):
     """Where it receives `ClientMessage`s."""
     output: str
     """Where it sends `EngineMessage`s from."""
+    key: str = ""
+    """CURVE key of both if they are TCP: the secret one for the engine core, the public one for whoever connects."""
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):

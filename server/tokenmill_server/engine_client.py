@@ -184,7 +184,7 @@ class EngineClient:
 
     async def _connect(self, ready: EngineReady, endpoint: str) -> "zmq.Socket[bytes]":
         """A socket whose other end has shaken hands."""
-        socket: zmq.Socket[bytes] = connect_dealer(self._context, endpoint, self._identity)
+        socket: zmq.Socket[bytes] = connect_dealer(self._context, endpoint, self._identity, ready.endpoints.key)
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while not _option(socket, zmq.EVENTS) & zmq.POLLOUT:
             lost = self._lost.get(ready.engine)

@@ -60,7 +60,9 @@ class EngineTable:
         frame = msgspec.msgpack.encode(ClientGone(client, incarnation))
         for ready in self.ready:
             if ready.engine not in self._inputs:
-                self._inputs[ready.engine] = connect_dealer(self._zmq, ready.endpoints.input, LAUNCHER_IDENTITY)
+                self._inputs[ready.engine] = connect_dealer(
+                    self._zmq, ready.endpoints.input, LAUNCHER_IDENTITY, ready.endpoints.key
+                )
             self._inputs[ready.engine].send(frame)
 
     def close(self) -> None:

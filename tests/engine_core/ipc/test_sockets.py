@@ -1,5 +1,6 @@
 """Sockets between API servers and engine cores."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import zmq
 
 from tokenmill_engine.ipc.ids import client_identity
-from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint, connect_dealer, local_endpoints
+from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint, connect_dealer, local_endpoints, public_key
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -91,3 +92,33 @@ def test_a_bound_socket_tells_where_it_is(context: Context, tmp_path: Path) -> N
         with connect_dealer(context, address, client_identity(0)) as dealer:
             dealer.send(b"hello")
             assert receive(remote) == [client_identity(0), b"hello"]
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", "tcp://[::1]:*"])
+def test_only_who_knows_the_key_gets_a_connection(context: Context, address: str) -> None:
+    if "::1" in address and not _has_ipv6():
+        address = "tcp://127.0.0.1:*"
+    own, other = (zmq.curve_keypair()[1].decode() for _ in range(2))
+    context.setsockopt(zmq.IMMEDIATE, 1)
+    with ExitStack() as stack:
+        router = stack.enter_context(bind_router(context, address, secret_key=own))
+        endpoint = bound_endpoint(router)
+        knowing, guessing, plain = (
+            stack.enter_context(connect_dealer(context, endpoint, client_identity(number), key))
+            for number, key in enumerate((public_key(own), public_key(other), ""))
+        )
+        assert knowing.poll(5000, zmq.POLLOUT)
+        knowing.send(b"hello")
+        assert receive(router) == [client_identity(0), b"hello"]
+        router.send_multipart([client_identity(0), b"answer"])
+        assert receive(knowing) == [b"answer"]
+        assert not guessing.poll(300, zmq.POLLOUT)
+        assert not plain.poll(100, zmq.POLLOUT)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
