@@ -8,14 +8,15 @@ import math
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError, RequestError
 from tokenmill_engine.ipc.ids import client_of
+from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import (
     AbortRequests,
@@ -23,15 +24,14 @@ from tokenmill_engine.messages import (
     ClientGone,
     ClientMessage,
     EngineLoad,
-    EngineMessage,
     Finish,
     FinishReason,
     Hello,
-    LoadReport,
     StepOutput,
 )
 from tokenmill_engine.metrics import EngineMetrics
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
+from tokenmill_engine.reports import Output, Reporter
 from tokenmill_engine.request import Request, RequestLimits, build_request
 from tokenmill_engine.scheduler.budget import make_budget
 from tokenmill_engine.scheduler.outcome import StepOutcome
@@ -40,12 +40,6 @@ from tokenmill_engine.scheduler.scheduler import Scheduler
 from tokenmill_engine.scheduler.stats import IntervalStats
 
 logger = logging.getLogger(__name__)
-
-Output = tuple[int, EngineMessage]
-"""A message and the API server it goes to."""
-
-_KV_USAGE_CHANGE = 0.01
-"""A smaller change of KV usage alone is not worth a message."""
 
 
 class Executor(Protocol):
@@ -61,13 +55,14 @@ class Executor(Protocol):
 class EngineCore:
     """Scheduler and executor in a pipeline: with asynchronous scheduling, step n + 1 is prepared while n runs.
 
-    `capacity` is what the executor's worker offers, `engine` the data-parallel rank.
+    `capacity` is what the executor's worker offers, `engine` the number that API servers know it by.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, capacity: KVCapacity, engine: int = 0) -> None:
-        kv = KVCacheManager(
-            capacity.num_blocks, capacity.block_size, len(capacity.groups), config.cache.enable_prefix_caching
-        )
+        caching = config.cache.enable_prefix_caching
+        self._is_balanced = config.data_parallel_size > 1
+        journal = BlockJournal() if self._is_balanced and caching else None
+        kv = KVCacheManager(capacity.num_blocks, capacity.block_size, len(capacity.groups), caching, journal)
         self._engine = engine
         self._executor = executor
         self._limits = RequestLimits(
@@ -79,13 +74,12 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, self._budget, kv, self._limits.max_model_len, config.model.eos_token_ids
         )
-        self._seeds = random.Random(f"{config.model.seed}/{engine}")
+        self._seeds = random.Random(f"{config.model.seed}/{config.rank_of(engine)}")
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._outbox: list[Output] = []
-        self._listeners: dict[int, _Listener] = {}
-        """By API server."""
-        self._recorder = _Recorder(config, capacity, engine)
+        self._reporter = Reporter(engine, kv.pool, journal)
+        self._recorder = _Recorder(config, capacity, config.rank_of(engine))
         logger.info("token budget: %s", self._budget.describe())
 
     @property
@@ -102,11 +96,9 @@ class EngineCore:
                 self._abort(request_ids, reason)
             case ClientGone(client=client, incarnation=incarnation):
                 self._abort(self.scheduler.request_ids_of(client, incarnation), FinishReason.ABORT)
-                listener = self._listeners.get(client)
-                if listener is not None and listener.incarnation == incarnation:
-                    del self._listeners[client]
+                self._reporter.remove_listener(client, incarnation)
             case Hello(client=client, incarnation=incarnation):
-                self._listeners[client] = _Listener(incarnation)
+                self._reporter.add_listener(client, incarnation)
 
     def step(self) -> list[Output]:
         """Keep the executor busy and finish the oldest step in flight, if there is one. Returns what to send.
@@ -115,23 +107,15 @@ class EngineCore:
             EngineDeadError: the device is lost.
         """
         self._fill_pipeline()
-        if self._in_flight:
-            plan, handle = self._in_flight.popleft()
-            try:
-                result = handle.result()
-                outcome = self.scheduler.commit(plan, result)
-                self._learn(plan, result)
-            except EngineDeadError:
-                raise
-            except EngineError as error:
-                logger.error("step %d failed, its %d requests end with an error: %s", plan.step, plan.num_reqs, error)
-                outcome = self.scheduler.fail_step(plan, error.message)
-            self._recorder.record_step(plan, outcome, self.scheduler)
-            self._outbox.extend(pack_outcome(outcome, self._engine, self.scheduler.load).items())
-        elif self.scheduler.num_unfinished:
+        outcome = self._finish_oldest_step() if self._in_flight else None
+        if outcome is None and self.scheduler.num_unfinished:
             raise RuntimeError(f"{self.scheduler.num_unfinished} requests are left, yet there is nothing to do")
-        self._report_load()
+        load = self._load()
+        self._recorder.set_load(load)
         outbox, self._outbox = self._outbox, []
+        if outcome is not None:
+            outbox.extend(pack_outcome(outcome, self._engine, load).items())
+        self._reporter.report(outbox, load)
         return outbox
 
     def log_stats(self) -> None:
@@ -162,7 +146,7 @@ class EngineCore:
             request_ids=np.array([request_id], dtype="<i8").tobytes(),
             num_tokens=np.zeros(1, dtype="<i4").tobytes(),
             token_ids=b"",
-            load=self.scheduler.load,
+            load=self._load(),
             finishes=[Finish(0, FinishReason.ERROR, message=message)],
         )
         self._outbox.append((client_of(request_id), output))
@@ -182,50 +166,42 @@ class EngineCore:
             plan = self.scheduler.apply(decision)
             self._in_flight.append((plan, self._executor.submit(plan)))
 
+    def _finish_oldest_step(self) -> StepOutcome:
+        """Wait for the oldest step in flight and take its result in."""
+        plan, handle = self._in_flight.popleft()
+        try:
+            result = handle.result()
+            outcome = self.scheduler.commit(plan, result)
+            self._learn(plan, result)
+        except EngineDeadError:
+            raise
+        except EngineError as error:
+            logger.error("step %d failed, its %d requests end with an error: %s", plan.step, plan.num_reqs, error)
+            outcome = self.scheduler.fail_step(plan, error.message)
+        self._recorder.record_step(plan, outcome, self.scheduler)
+        return outcome
+
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
         """What a step teaches about the next ones."""
         self._budget.observe(plan, result.elapsed_s)
         self._recorder.record_device(result.elapsed_s, self._budget.mixed_tokens)
 
-    def _report_load(self) -> None:
-        """Set the gauges, and tell the API servers that had no output if the load is another than they know."""
+    def _load(self) -> EngineLoad:
         load = self.scheduler.load
-        self._recorder.set_load(load)
-        for client, message in self._outbox:
-            if isinstance(message, StepOutput) and client in self._listeners:
-                self._listeners[client].load = message.load
-        for client, listener in self._listeners.items():
-            if listener.load is None or _differs(listener.load, load):
-                self._outbox.append((client, LoadReport(self._engine, load, listener.incarnation)))
-                listener.load = load
-
-
-@dataclass(slots=True)
-class _Listener:
-    """An API server that wants to know the load."""
-
-    incarnation: int
-    load: EngineLoad | None = None
-    """What it was told last."""
-
-
-def _differs(known: EngineLoad, load: EngineLoad) -> bool:
-    return (
-        known.num_running != load.num_running
-        or known.num_waiting != load.num_waiting
-        or abs(known.kv_usage - load.kv_usage) >= _KV_USAGE_CHANGE
-    )
+        if not self._is_balanced:
+            return load
+        return msgspec.structs.replace(load, num_waiting_tokens=self.scheduler.num_waiting_tokens)
 
 
 class _Recorder:
     """Metrics and the stats line. Does nothing where they are switched off."""
 
-    def __init__(self, config: EngineConfig, capacity: KVCapacity, engine: int) -> None:
+    def __init__(self, config: EngineConfig, capacity: KVCapacity, rank: int) -> None:
         observability = config.observability
-        self._stats = IntervalStats(engine)
+        self._stats = IntervalStats(rank)
         self._metrics = EngineMetrics(
             observability.model_name,
-            engine,
+            rank,
             config.model.max_model_len,
             observability.metrics_namespaces if observability.log_stats else (),
         )

@@ -101,6 +101,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        """Prompt tokens, and those generated before the last preemption."""
+        return len(self.prompt_token_ids) + len(self.saved_output)
+
+    @property
     def max_tokens(self) -> int:
         """Most tokens it may generate."""
         return self.sampling.max_tokens or 0

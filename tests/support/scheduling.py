@@ -10,6 +10,7 @@ from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, FakeHandl
 from tokenmill_engine.block_hash import CacheKey
 from tokenmill_engine.config.engine import SchedulerConfig, SchedulingPolicy
 from tokenmill_engine.errors import EngineError
+from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import FinishReason, SamplingParams
 from tokenmill_engine.outputs import StepPlan
@@ -47,6 +48,7 @@ class Setting:
     explicit_budget: bool = True
     target_itl_ms: float | None = None
     prefill_costs: tuple[tuple[int, float], ...] = ()
+    journal: BlockJournal | None = None
     step_cost: Callable[[StepPlan], float] = lambda plan: 0.0
     """Seconds that the fake device says a step took."""
 
@@ -70,7 +72,9 @@ class Driver:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.kv = KVCacheManager(setting.num_blocks, setting.block_size, setting.num_groups, setting.caching)
+        self.kv = KVCacheManager(
+            setting.num_blocks, setting.block_size, setting.num_groups, setting.caching, setting.journal
+        )
         self.max_model_len = min(setting.max_model_len, self.kv.max_tokens)
         config = SchedulerConfig(
             max_num_seqs=setting.max_num_seqs,

@@ -9,13 +9,18 @@ recently used first. Knows nothing of requests or tokens.
 from collections.abc import Iterable, Sequence
 
 from tokenmill_engine.block_hash import BlockHash
+from tokenmill_engine.kv_cache.events import BlockJournal
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids 0 .. num_blocks - 1. A name is (KV group, hash)."""
+    """`num_blocks` blocks with ids 0 .. num_blocks - 1. A name is (KV group, hash).
 
-    def __init__(self, num_blocks: int) -> None:
+    Names of group 0 that come and go are entered into `journal`, if there is one.
+    """
+
+    def __init__(self, num_blocks: int, journal: BlockJournal | None = None) -> None:
         self.num_blocks = num_blocks
+        self._journal = journal
         self.num_free = num_blocks
         self._references = [0] * num_blocks
         self._names: list[tuple[int, BlockHash] | None] = [None] * num_blocks
@@ -87,6 +92,12 @@ class BlockPool:
         if self._names[block_id] is None and name not in self._blocks_by_name:
             self._names[block_id] = name
             self._blocks_by_name[name] = block_id
+            if self._journal is not None and group == 0:
+                self._journal.store(block_hash)
+
+    def names(self, group: int) -> list[BlockHash]:
+        """Names of all blocks of a group that can be found."""
+        return [block_hash for owner, block_hash in self._blocks_by_name if owner == group]
 
     def free_ids(self) -> list[int]:
         """Free blocks in the order of reuse."""
@@ -113,6 +124,8 @@ class BlockPool:
         if name is not None:
             del self._blocks_by_name[name]
             self._names[block_id] = None
+            if self._journal is not None and name[0] == 0:
+                self._journal.remove(name[1])
 
     def _unlink(self, block_id: int) -> None:
         before, after = self._previous[block_id], self._next[block_id]

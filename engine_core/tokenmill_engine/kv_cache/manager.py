@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tokenmill_engine.block_hash import BlockHash
 from tokenmill_engine.kv_cache.block_pool import BlockPool
+from tokenmill_engine.kv_cache.events import BlockJournal
 
 BlockIds = tuple[list[int], ...]
 """Block ids per KV group, in the order of positions."""
@@ -36,13 +37,20 @@ class _Table:
 
 
 class KVCacheManager:
-    """Block tables of all running requests over one `BlockPool`."""
+    """Block tables of all running requests over one `BlockPool`, whose names `journal` follows."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_groups: int = 1,
+        enable_caching: bool = True,
+        journal: BlockJournal | None = None,
+    ) -> None:
         self.block_size = block_size
         self.num_groups = num_groups
         self.enable_caching = enable_caching
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, journal)
         self._tables: dict[int, _Table] = {}
 
     @property

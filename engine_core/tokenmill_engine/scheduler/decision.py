@@ -141,7 +141,7 @@ class Decider:
         for request in self._waiting:
             if allowance.num_left == 0 or len(admissions) == free_slots:
                 break
-            num_tokens = request.num_prompt_tokens + len(request.saved_output)
+            num_tokens = request.num_known_tokens
             # The last token is always computed: its logits are what comes next.
             readable = request.block_hashes if request.may_read_cache else ()
             cached = self._kv.find_cached(readable, num_tokens - 1)

@@ -82,6 +82,11 @@ class Scheduler:
     def load(self) -> EngineLoad:
         return EngineLoad(self._table.num_running, len(self._waiting), self._kv.pool.usage)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to compute that no step has been given yet, without those that running requests decode."""
+        return self._waiting.num_tokens + self._table.num_waiting_tokens
+
     def find(self, request_id: int) -> Request | None:
         """The unfinished request with this id."""
         return self._requests.get(request_id)
@@ -168,6 +173,7 @@ class Scheduler:
         running = {self._table.request(slot).request_id for slot in self._table.running.tolist()}
         waiting = {request.request_id for request in self._waiting}
         assert len(waiting) == len(self._waiting)
+        assert self._waiting.num_tokens == sum(request.num_known_tokens for request in self._waiting)
         assert not running & waiting
         assert running | waiting == set(self._requests)
         assert self._kv.request_ids() == running

@@ -58,6 +58,12 @@ class SlotTable:
         """Occupied slots in order of admission (a copy: plans in flight keep it)."""
         return self._order[: self._num_running].copy()
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of running requests that are in no step yet, beyond the one that each is about to sample from."""
+        running = self._order[: self._num_running]
+        return int((self.num_tokens[running] - self.num_computed[running]).sum()) - self._num_running
+
     def request(self, slot: int) -> Request:
         """The request in an occupied slot."""
         request = self.requests[slot]

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, solo_run
+from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, pack_short_names, short_name
 from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
 from tokenmill_engine.config.engine import CacheConfig, EngineConfig, ModelConfig, ObservabilityConfig, SchedulerConfig
-from tokenmill_engine.engine import EngineCore, Output
+from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
+    BlockEvents,
     ClientGone,
     EngineLoad,
     Finish,
@@ -27,11 +29,14 @@ from tokenmill_engine.messages import (
     StepOutput,
 )
 from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
+from tokenmill_engine.reports import Output
 
 IDLE = EngineLoad(0, 0, 0.0)
 
 
-def engine_config(max_model_len: int, scheduler: SchedulerConfig) -> EngineConfig:
+def engine_config(
+    max_model_len: int, scheduler: SchedulerConfig, num_engines: int = 1, caching: bool = True
+) -> EngineConfig:
     architecture = ArchitectureConfig(
         name="LlamaForCausalLM",
         vocab_size=VOCAB_SIZE,
@@ -59,22 +64,37 @@ def engine_config(max_model_len: int, scheduler: SchedulerConfig) -> EngineConfi
         max_model_len_explicit=False,
         eos_token_ids=(EOS,),
     )
-    return EngineConfig(model, CacheConfig(), scheduler, observability=ObservabilityConfig("fake"))
+    return EngineConfig(
+        model,
+        CacheConfig(enable_prefix_caching=caching),
+        scheduler,
+        observability=ObservabilityConfig("fake"),
+        data_parallel_size=num_engines,
+    )
 
 
 class Bench:
     """An engine core, and what its clients were told."""
 
-    def __init__(self, num_blocks: int = 64, depth: int = 2, max_num_seqs: int = 8) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        depth: int = 2,
+        max_num_seqs: int = 8,
+        num_engines: int = 1,
+        caching: bool = True,
+    ) -> None:
         self.executor = FakeExecutor(num_blocks, 4)
         capacity = KVCapacity(num_blocks, 4, min(200, num_blocks * 4), 0, group_layers([_SPEC]), "fake", {})
         scheduler = SchedulerConfig(max_num_seqs, 64, explicit_budget=True, async_scheduling=depth > 1)
-        self.core = EngineCore(engine_config(200, scheduler), self.executor, capacity, engine=3)
+        config = engine_config(200, scheduler, num_engines, caching)
+        self.core = EngineCore(config, self.executor, capacity, engine=3)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, list[Finish]] = defaultdict(list)
         self.cached: dict[int, int] = {}
         self.reports: dict[int, list[EngineLoad]] = defaultdict(list)
         self.load: dict[int, EngineLoad] = {}
+        self.block_events: list[tuple[int, BlockEvents]] = []
         self._counter = 0
 
     def add(self, client: int, prompt: list[int], sampling: SamplingParams, request_id: int | None = None) -> int:
@@ -89,6 +109,9 @@ class Bench:
         self.core.scheduler.check_invariants()
         for client, message in outputs:
             assert message.engine == 3
+            if isinstance(message, BlockEvents):
+                self.block_events.append((client, message))
+                continue
             self.load[client] = message.load
             if isinstance(message, LoadReport):
                 self.reports[client].append(message.load)
@@ -253,6 +276,67 @@ class TestLoad:
         bench.add(1, [7, 8], LONG)
         bench.run()
         assert bench.reports[0]
+
+
+class TestSeveralEngines:
+    """What an engine tells beyond its load where API servers choose among several."""
+
+    def test_a_greeting_is_answered_with_load_and_blocks_and_changes_follow_the_outputs(self) -> None:
+        bench = Bench(num_engines=2)
+        bench.add(0, list(range(20, 33)), SamplingParams(max_tokens=1, ignore_eos=True))
+        bench.run()
+        assert bench.block_events == []
+        bench.core.handle(Hello(1, 6))
+        answer = [message for _, message in bench.step()]
+        names = pack_short_names(hash_full_blocks(np.arange(20, 32, dtype=np.int32), 4, CacheKey()))
+        assert answer == [LoadReport(3, IDLE, 6), BlockEvents(3, names, b"", 6, is_snapshot=True)]
+        bench.add(1, list(range(40, 45)), SamplingParams(max_tokens=1, ignore_eos=True))
+        outputs = [message for _, message in bench.step()]
+        stored = pack_short_names(hash_full_blocks(np.arange(40, 44, dtype=np.int32), 4, CacheKey()))
+        assert isinstance(outputs[0], StepOutput)
+        assert outputs[1:] == [BlockEvents(3, stored, b"", 6)]
+
+    def test_evicted_blocks_are_told(self) -> None:
+        bench = Bench(num_blocks=5, num_engines=2)
+        bench.core.handle(Hello(0))
+        for first in (10, 30):
+            bench.add(0, list(range(first, first + 13)), SamplingParams(max_tokens=1, ignore_eos=True))
+            bench.run()
+        known: set[int] = set()
+        for _, events in bench.block_events:
+            known -= set(np.frombuffer(events.removed, "<u8").tolist())
+            known |= set(np.frombuffer(events.stored, "<u8").tolist())
+        hashes = [hash_full_blocks(np.arange(first, first + 12, dtype=np.int32), 4, CacheKey()) for first in (10, 30)]
+        # Of the first prompt the beginning is still there: its end went first.
+        assert known == {short_name(each) for each in (hashes[0][0], *hashes[1])}
+
+    def test_queued_prefill_is_part_of_the_load(self) -> None:
+        bench = Bench(num_engines=2, max_num_seqs=1)
+        for client in (0, 1):
+            bench.core.handle(Hello(client))
+        for number in range(2):
+            bench.add(0, [number + 1] * 100, SamplingParams(max_tokens=2, ignore_eos=True))
+        bench.step()
+        # Two steps of 64 tokens are on their way, so the first prompt is done; the second waits.
+        assert bench.load[0].num_waiting_tokens == bench.load[1].num_waiting_tokens == 100
+        bench.run()
+        assert bench.load[0] == bench.load[1] == IDLE
+
+    @pytest.mark.parametrize(("num_engines", "caching"), [(1, True), (2, False)])
+    def test_nothing_is_told_of_blocks_where_nobody_asks_for_them(self, num_engines: int, caching: bool) -> None:
+        bench = Bench(num_engines=num_engines, caching=caching)
+        bench.core.handle(Hello(0))
+        for _ in range(2):
+            bench.add(0, list(range(20, 33)), LONG)
+            bench.run()
+        assert bench.block_events == []
+
+    def test_a_lone_engine_does_not_count_what_nobody_compares(self) -> None:
+        bench = Bench(max_num_seqs=1)
+        for number in range(2):
+            bench.add(0, [number + 1] * 50, LONG)
+        bench.step()
+        assert bench.load[0] == EngineLoad(1, 1, 13 / 64)
 
 
 class TestFailures:

@@ -1,0 +1,113 @@
+"""What API servers are told of an engine core beside the outputs of their requests: its load and its blocks.
+
+A load report is also the engine's sign of life. Reports are made at the end of a turn of the engine's loop, never by
+a thread of their own: an engine that hangs in a step, or is stopped, falls silent.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from tokenmill_engine.block_hash import pack_short_names
+from tokenmill_engine.kv_cache.block_pool import BlockPool
+from tokenmill_engine.kv_cache.events import BlockJournal
+from tokenmill_engine.messages import BlockEvents, EngineLoad, EngineMessage, LoadReport, StepOutput
+
+Output = tuple[int, EngineMessage]
+"""A message and the API server it goes to."""
+
+MAX_SILENCE_S = 1.0
+"""An engine with work tells every API server something after so long, at the end of the step in which it passes."""
+_BLOCK_EVENTS_INTERVAL_S = 0.02
+_KV_USAGE_CHANGE = 0.01
+"""A smaller change of KV usage alone is not worth a message."""
+_WAITING_TOKENS_CHANGE = 1024
+
+
+class Reporter:
+    """Knows which API servers listen, and what each was told last."""
+
+    def __init__(
+        self,
+        engine: int,
+        pool: BlockPool,
+        journal: BlockJournal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`journal` follows the names of `pool`; None: block events are not published."""
+        self._engine = engine
+        self._pool = pool
+        self._journal = journal
+        self._clock = clock
+        self._listeners: dict[int, _Listener] = {}
+        """By API server."""
+        self._events_due = 0.0
+        """When block events may be sent again."""
+
+    def add_listener(self, client: int, incarnation: int) -> None:
+        """An API server wants to be told, from now on and from the beginning; its predecessor no more."""
+        self._listeners[client] = _Listener(incarnation)
+
+    def remove_listener(self, client: int, incarnation: int) -> None:
+        """That incarnation of an API server is gone; if there is a successor, it stays."""
+        listener = self._listeners.get(client)
+        if listener is not None and listener.incarnation == incarnation:
+            del self._listeners[client]
+
+    def report(self, outputs: list[Output], load: EngineLoad) -> None:
+        """Append what is to be told after `outputs`, which a step has yielded."""
+        if not self._listeners:
+            return
+        now = self._clock()
+        for client, message in outputs:
+            listener = self._listeners.get(client)
+            if listener is not None and isinstance(message, StepOutput):
+                listener.load, listener.told = message.load, now
+        is_busy = load.num_running + load.num_waiting > 0
+        for client, listener in self._listeners.items():
+            is_due = is_busy and now - listener.told >= MAX_SILENCE_S
+            if is_due or listener.load is None or _differs(listener.load, load):
+                outputs.append((client, LoadReport(self._engine, load, listener.incarnation)))
+                listener.load, listener.told = load, now
+        if self._journal is not None:
+            self._report_blocks(outputs, self._journal, now, is_busy)
+
+    def _report_blocks(self, outputs: list[Output], journal: BlockJournal, now: float, is_busy: bool) -> None:
+        """Changes go to those who have the snapshot before they begin anew with one for a newcomer."""
+        newcomers = [item for item in self._listeners.items() if not item[1].has_snapshot]
+        if not journal.is_empty and (newcomers or not is_busy or now >= self._events_due):
+            stored, removed = journal.take()
+            changes = BlockEvents(self._engine, pack_short_names(stored), pack_short_names(removed))
+            for client, listener in self._listeners.items():
+                if listener.has_snapshot:
+                    message = msgspec.structs.replace(changes, incarnation=listener.incarnation)
+                    outputs.append((client, message))
+            self._events_due = now + _BLOCK_EVENTS_INTERVAL_S
+        if newcomers:
+            names = pack_short_names(self._pool.names(0))
+            for client, listener in newcomers:
+                snapshot = BlockEvents(self._engine, names, b"", listener.incarnation, is_snapshot=True)
+                outputs.append((client, snapshot))
+                listener.has_snapshot = True
+
+
+@dataclass(slots=True)
+class _Listener:
+    """An API server that wants to know, and what it was told last."""
+
+    incarnation: int
+    load: EngineLoad | None = None
+    told: float = 0.0
+    """When, of the reporter's clock: a load, with or without tokens."""
+    has_snapshot: bool = False
+
+
+def _differs(known: EngineLoad, load: EngineLoad) -> bool:
+    return (
+        known.num_running != load.num_running
+        or known.num_waiting != load.num_waiting
+        or abs(known.kv_usage - load.kv_usage) >= _KV_USAGE_CHANGE
+        or abs(known.num_waiting_tokens - load.num_waiting_tokens) >= _WAITING_TOKENS_CHANGE
+    )

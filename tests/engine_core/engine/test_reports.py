@@ -1,0 +1,259 @@
+"""What API servers are told beside outputs: loads, signs of life, and which blocks there are."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fake_executor import VOCAB_SIZE
+from tests.support.scheduling import Driver, Setting
+from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, short_name
+from tokenmill_engine.ipc.ids import make_request_id
+from tokenmill_engine.kv_cache.block_pool import BlockPool
+from tokenmill_engine.kv_cache.events import BlockJournal
+from tokenmill_engine.messages import BlockEvents, EngineLoad, LoadReport, SamplingParams, StepOutput
+from tokenmill_engine.reports import MAX_SILENCE_S, Output, Reporter
+
+IDLE = EngineLoad()
+BUSY = EngineLoad(num_running=1, kv_usage=0.5)
+NAMES = hash_full_blocks(np.arange(32, dtype=np.int32), 4, CacheKey())
+
+
+class Clock:
+    """Stands still until it is told otherwise; in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Mirror:
+    """The blocks of an engine as one incarnation of an API server knows them. It is None before its snapshot."""
+
+    def __init__(self, client: int, incarnation: int) -> None:
+        self.client = client
+        self.incarnation = incarnation
+        self.names: set[int] | None = None
+
+    def take(self, outputs: Iterable[Output]) -> None:
+        for client, message in outputs:
+            if client != self.client or not isinstance(message, BlockEvents):
+                continue
+            assert message.incarnation == self.incarnation
+            stored = set(np.frombuffer(message.stored, "<u8").tolist())
+            removed = set(np.frombuffer(message.removed, "<u8").tolist())
+            assert not stored & removed
+            if message.is_snapshot:
+                assert self.names is None
+                self.names = stored
+            else:
+                assert self.names is not None
+                assert removed <= self.names
+                assert not stored & self.names
+                self.names = self.names - removed | stored
+
+
+def output_for(client: int, load: EngineLoad) -> Output:
+    ids = np.array([make_request_id(client, 0, 1)], dtype="<i8").tobytes()
+    return client, StepOutput(0, ids, np.ones(1, dtype="<i4").tobytes(), np.ones(1, dtype="<i4").tobytes(), load)
+
+
+def report(reporter: Reporter, load: EngineLoad, outputs: Iterable[Output] = ()) -> list[Output]:
+    """What comes after `outputs`."""
+    before = list(outputs)
+    after = list(before)
+    reporter.report(after, load)
+    assert after[: len(before)] == before
+    return after[len(before) :]
+
+
+class TestLoads:
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def reporter(self, clock: Clock) -> Reporter:
+        reporter = Reporter(3, BlockPool(8), clock=clock)
+        for client in (0, 1):
+            reporter.add_listener(client, 5)
+        report(reporter, BUSY)
+        return reporter
+
+    def test_a_busy_engine_gives_everybody_a_sign_of_life(self, clock: Clock, reporter: Reporter) -> None:
+        told = []
+        for step in range(9):
+            clock.now = 100.0 + step * MAX_SILENCE_S / 4
+            told.append([client for client, _ in report(reporter, BUSY, [output_for(0, BUSY)])])
+        assert told == [[], [], [], [], [1], [], [], [], [1]]
+
+    def test_after_a_long_step_it_comes_at_once(self, clock: Clock, reporter: Reporter) -> None:
+        clock.now += 40.0
+        assert report(reporter, BUSY) == [(client, LoadReport(3, BUSY, 5)) for client in (0, 1)]
+        assert report(reporter, BUSY) == []
+
+    def test_an_idle_engine_has_nothing_to_say(self, clock: Clock, reporter: Reporter) -> None:
+        assert len(report(reporter, IDLE)) == 2
+        clock.now += 40.0
+        assert report(reporter, IDLE) == []
+
+    def test_what_is_waiting_is_told_when_it_has_changed_much(self, reporter: Reporter) -> None:
+        changes = [200, 900, 1100, 1300, 0]
+        loads = [EngineLoad(1, 0, 0.5, num_tokens) for num_tokens in changes]
+        told = [bool(report(reporter, load)) for load in loads]
+        assert told == [False, False, True, False, True]
+
+    def test_without_a_journal_nothing_is_told_of_blocks(self, reporter: Reporter) -> None:
+        reporter.add_listener(2, 0)
+        assert report(reporter, BUSY) == [(2, LoadReport(3, BUSY, 0))]
+
+
+class TestBlocks:
+    def test_they_are_told_in_batches_and_at_once_when_the_engine_goes_idle(self) -> None:
+        clock, journal = Clock(), BlockJournal()
+        pool = BlockPool(8, journal)
+        reporter = Reporter(0, pool, journal, clock)
+        mirror = Mirror(4, 1)
+        reporter.add_listener(4, 1)
+        mirror.take(report(reporter, IDLE))
+        assert mirror.names == set()
+        blocks = pool.allocate(8)
+        sizes = []
+        for index in range(7):
+            pool.publish(blocks[index], 0, NAMES[index])
+            clock.now += 0.007
+            mirror.take(report(reporter, BUSY))
+            sizes.append(len(mirror.names))
+        assert sizes == [1, 1, 1, 4, 4, 4, 7]
+        pool.publish(blocks[7], 0, NAMES[7])
+        mirror.take(report(reporter, BUSY))
+        assert len(mirror.names) == 7
+        mirror.take(report(reporter, IDLE))
+        assert mirror.names == {short_name(name) for name in NAMES}
+        clock.now += 1.0
+        assert report(reporter, IDLE) == []
+
+    def test_a_newcomers_snapshot_does_not_disturb_the_others(self) -> None:
+        """A block that comes before the snapshot and goes after it is told to neither or to both as gone."""
+        clock, journal = Clock(), BlockJournal()
+        pool = BlockPool(2, journal)
+        reporter = Reporter(0, pool, journal, clock)
+        mirrors = [Mirror(0, 0), Mirror(1, 0)]
+        reporter.add_listener(0, 0)
+        for mirror in mirrors:
+            mirror.take(report(reporter, BUSY))
+        pool.publish(pool.allocate(1)[0], 0, NAMES[0])
+        outputs = report(reporter, BUSY)
+        pool.publish(pool.allocate(1)[0], 0, NAMES[1])
+        reporter.add_listener(1, 0)
+        outputs += report(reporter, BUSY)
+        pool.release([1])
+        pool.allocate(1)
+        outputs += report(reporter, IDLE)
+        for mirror in mirrors:
+            mirror.take(outputs)
+            assert mirror.names == {short_name(NAMES[0])}
+
+    def test_the_loads_of_a_greeting_come_before_its_snapshot(self) -> None:
+        journal = BlockJournal()
+        reporter = Reporter(0, BlockPool(2, journal), journal)
+        reporter.add_listener(0, 7)
+        assert report(reporter, IDLE) == [
+            (0, LoadReport(0, IDLE, 7)),
+            (0, BlockEvents(0, b"", b"", 7, is_snapshot=True)),
+        ]
+
+
+PREFIXES = [[10 * prefix + position % 10 for position in range(17)] for prefix in range(3)]
+
+Act = tuple[str, int]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    prefix = draw(st.sampled_from(PREFIXES))
+    return prefix[: draw(st.integers(1, len(prefix)))] + draw(
+        st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=5)
+    )
+
+
+acts = st.one_of(
+    st.tuples(st.just("add"), prompts(), st.integers(1, 12), st.sampled_from([None, None, "salt"])),
+    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("hello"), st.integers(0, 2)),
+    st.tuples(st.just("gone"), st.integers(0, 2)),
+    st.tuples(st.just("step"), st.sampled_from([0.0, 0.001, 0.015, 0.05])),
+    st.tuples(st.just("step"), st.sampled_from([0.0, 0.001, 0.015, 0.05])),
+)
+
+
+class Balanced:
+    """An engine's scheduler with a small pool, and the API servers that follow its blocks."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.driver = Driver(setting)
+        self.clock = Clock()
+        assert setting.journal is not None
+        self.reporter = Reporter(0, self.driver.kv.pool, setting.journal, self.clock)
+        self.mirrors: dict[int, Mirror] = {}
+        self.num_greetings = 0
+
+    def act(self, act: tuple) -> None:
+        match act:
+            case ("add", prompt, max_tokens, salt):
+                self.driver.add(len(self.driver.told), prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)
+            case ("abort", request_id):
+                self.driver.abort(request_id)
+            case ("hello", client):
+                self.num_greetings += 1
+                self.mirrors[client] = Mirror(client, self.num_greetings)
+                self.reporter.add_listener(client, self.num_greetings)
+            case ("gone", client) if client in self.mirrors:
+                mirror = self.mirrors.pop(client)
+                self.reporter.remove_listener(client, mirror.incarnation)
+            case ("step", seconds):
+                self.clock.now += seconds
+                self.driver.step()
+                self.tell(self.driver.scheduler.load)
+
+    def tell(self, load: EngineLoad) -> None:
+        outputs = report(self.reporter, load)
+        for mirror in self.mirrors.values():
+            mirror.take(outputs)
+
+    def check(self) -> None:
+        """Who asks for it now knows exactly the names of the pool."""
+        self.tell(IDLE)
+        names = {short_name(name) for name in self.driver.kv.pool.names(0)}
+        assert all(mirror.names == names for mirror in self.mirrors.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(acts, min_size=5, max_size=60),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.integers(8, 14),
+    st.booleans(),
+)
+def test_from_any_greeting_on_a_client_knows_the_pools_names(
+    script: list[tuple], depth: int, num_groups: int, num_blocks: int, batched: bool
+) -> None:
+    """With evictions, preemptions, prefix hits, aborts and restarted API servers."""
+    setting = Setting(num_blocks * num_groups, 4, num_groups, 4, budget=16, depth=depth, journal=BlockJournal())
+    engine = Balanced(setting)
+    for act in script:
+        engine.act(act)
+        if not batched:
+            engine.check()
+    engine.check()
+    while engine.driver.step():
+        engine.clock.now += 0.004
+        engine.tell(engine.driver.scheduler.load)
+    engine.tell(engine.driver.scheduler.load)
+    names = {short_name(name) for name in engine.driver.kv.pool.names(0)}
+    assert all(mirror.names == names for mirror in engine.mirrors.values())
