@@ -15,7 +15,6 @@ import socket
 import time
 from collections import deque
 from enum import Enum, auto
-from typing import NoReturn
 
 from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
@@ -40,6 +39,7 @@ from tokenmill_server.control import ApiServerStart
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import resolve_data_parallel, tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
+from tokenmill_server.launching import child_environment, end_at_once, log_early_stop, stop_signals
 from tokenmill_server.listen import bind, release, url_of
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
@@ -80,13 +80,13 @@ def serve(values: FlagValues) -> int:
     """
     with (
         Watcher() as watcher,
-        watcher.watch_signals(_stop_signals(), restore=False) as signals,
+        watcher.watch_signals(stop_signals(), restore=False) as signals,
         RunDir() as run_dir,
         contextlib.ExitStack() as stack,
     ):
         engines = EngineSupervisor(str(run_dir.path), watcher, process_began())
         stack.callback(engines.stop)
-        environment = _child_environment(run_dir)
+        environment = child_environment(run_dir)
         parallel = resolve_data_parallel(values)
         tell_what_has_no_effect(values, parallel)
         num_engines = parallel.size_local
@@ -95,7 +95,7 @@ def serve(values: FlagValues) -> int:
         spawned = num_engines <= len(os.sched_getaffinity(0))
         if spawned:
             engines.spawn(num_engines, values["device"], environment)
-        with signals.handled_by(lambda number: _end_at_once(number, engines, run_dir)):
+        with signals.handled_by(lambda number: end_at_once(number, engines, run_dir)):
             # Takes a while to import as well.
             from tokenmill_server.flags.build import build_configuration
 
@@ -107,31 +107,6 @@ def serve(values: FlagValues) -> int:
         launcher = Launcher(configuration, listener, run_dir, watcher, engines)
         stack.callback(launcher.stop)
         return launcher.run()
-
-
-def _end_at_once(number: signal.Signals, engines: EngineSupervisor, run_dir: RunDir) -> NoReturn:
-    """Ends this process, with status 0, whatever it is doing: a download may go on for minutes, and an exception would
-    wait for its threads."""
-    try:
-        engines.stop()
-        run_dir.close()
-        _log_early_stop(number)
-    finally:
-        os._exit(0)
-
-
-def _log_early_stop(number: signal.Signals) -> None:
-    logger.info("%s: stopped before the model was loaded", number.name)
-
-
-def _child_environment(run_dir: RunDir) -> dict[str, str]:
-    return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
-
-
-def _stop_signals() -> list[signal.Signals]:
-    """Those that mean: finish and end. Under `nohup` the end of the terminal does not."""
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
 
 
 class Launcher:
@@ -161,7 +136,7 @@ class Launcher:
         self._serving: set[int] = set()
         self._draining: set[int] = set()
         self._deaths: deque[float] = deque(maxlen=_MAX_API_SERVER_DEATHS)
-        self._environment = _child_environment(run_dir)
+        self._environment = child_environment(run_dir)
         self._state = State.STARTING
         self._deadline: float | None = None
         self._drain_began = 0.0
@@ -234,7 +209,7 @@ class Launcher:
             if time.monotonic() - self._drain_began >= _REPEAT_S:
                 self._cut_off(number)
         elif self._state is State.STARTING:
-            _log_early_stop(number)
+            log_early_stop(number)
             self._status = 0
         else:
             logger.debug("%s: the end is a moment away already", number.name)

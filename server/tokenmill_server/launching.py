@@ -1,0 +1,38 @@
+"""What every launcher does at its start: the signals that end it, also early, and the environment of its children."""
+
+import logging
+import os
+import signal
+from typing import NoReturn
+
+from tokenmill_server.run_dir import RunDir
+from tokenmill_server.supervisor import EngineSupervisor
+
+logger = logging.getLogger(__name__)
+
+
+def end_at_once(number: signal.Signals, engines: EngineSupervisor, run_dir: RunDir) -> NoReturn:
+    """Ends this process, with status 0, whatever it is doing: a download may go on for minutes, and an exception would
+    wait for its threads."""
+    try:
+        engines.stop()
+        run_dir.close()
+        log_early_stop(number)
+    finally:
+        os._exit(0)
+
+
+def log_early_stop(number: signal.Signals) -> None:
+    """Says why a launcher ends that has not served yet."""
+    logger.info("%s: stopped before the model was loaded", number.name)
+
+
+def child_environment(run_dir: RunDir) -> dict[str, str]:
+    """Of the processes that a launcher starts: ours, and where their metrics go."""
+    return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that mean: finish and end. Under `nohup` the end of the terminal does not."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    return numbers if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*numbers, signal.SIGHUP]
