@@ -6,8 +6,9 @@ What the pages say in prose is in `flags.head.md` and `metrics.head.md` beside t
 from collections.abc import Iterator
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Metric, PlatformCollector
 
+from tokenmill_engine.metric_files import ProcessCollector, ProcessFacts
 from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics
 from tokenmill_server.flags.flag import Arity, Flag, Group
 from tokenmill_server.flags.table import FLAGS
@@ -60,7 +61,11 @@ def metrics_page() -> Iterator[str]:
     metrics.set_startup({"load": 0.0})
     metrics.set_cache_config({})
     FrontendMetrics("m", 1, 8192, registry=frontend).observe_http("/health", "GET", 200, 0.0)
-    for title, registry in (("From the engine cores", engine), ("From the API servers", frontend)):
+    processes = CollectorRegistry()
+    processes.register(ProcessCollector(lambda: [ProcessFacts("launcher", 0, 0, 0.0, 0.0, 0, 0)]))
+    PlatformCollector(processes)
+    sections = {"From the engine cores": engine, "From the API servers": frontend, "Of the processes": processes}
+    for title, registry in sections.items():
         yield f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
         for metric in registry.collect():
             yield f"| `{_scraped_name(metric)}` | {metric.type} | {_labels(metric)} | {metric.documentation} |\n"

@@ -2,27 +2,21 @@
 
 Engine cores write what only they know (`EngineMetrics`), API servers what only they see (`FrontendMetrics`). With
 `PROMETHEUS_MULTIPROC_DIR` set before the first import, values live in one memory-mapped file per process; they
-outlive it, and any API server can answer for all (`render_metrics`). Counters and histograms add up over processes;
-a gauge has exactly one writer, its engine core.
+outlive it, and any API server can answer for all (`metric_files`). Counters and histograms add up over processes;
+a gauge has exactly one writer, its engine core, and ends with it.
 
 Names carry a prefix per configured namespace. No namespace means no series: every method is then a cheap no-op.
 """
 
-import glob
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.values import ValueClass
 
 from tokenmill_engine.ipc.files import reserve
 from tokenmill_engine.messages import EngineLoad, FinishReason
 from tokenmill_engine.metric_series import SeriesBuilder
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 REQUEST_LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -283,23 +277,3 @@ class FrontendMetrics:
         """One finished HTTP request; `handler` is the route's path template, `none` for unknown paths."""
         self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self._http_duration.labels(handler, method).observe(duration_s)
-
-
-class _MergedFiles(Collector):
-    """The files of all processes, living and dead, as one set of series."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-
-    def collect(self) -> Iterable[Metric]:
-        # A file is empty for an instant when a starting process creates it.
-        paths = [path for path in glob.glob(os.path.join(self._directory, "*.db")) if os.path.getsize(path) > 0]
-        merged: Iterable[Metric] = MultiProcessCollector.merge(paths)  # type: ignore[no-untyped-call]
-        return merged
-
-
-def render_metrics(directory: str) -> bytes:
-    """The text exposition (`CONTENT_TYPE`) of every process that writes to `directory`."""
-    registry = CollectorRegistry()
-    registry.register(_MergedFiles(directory))
-    return generate_latest(registry)

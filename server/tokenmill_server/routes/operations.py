@@ -7,7 +7,7 @@ import os
 from fastapi import Request
 from starlette.responses import Response
 
-from tokenmill_engine.metrics import CONTENT_TYPE, render_metrics
+from tokenmill_engine.metric_files import CONTENT_TYPE, render_metrics
 from tokenmill_server.context import context_of
 from tokenmill_server.errors import ErrorReply
 from tokenmill_server.readiness import Phase
@@ -38,7 +38,7 @@ async def metrics(request: Request) -> Response:
     """The series of all processes of this server, whichever of them answers."""
     directory = context_of(request).metrics_dir
     try:
-        text = await asyncio.to_thread(render_metrics, directory)
+        text = await asyncio.to_thread(render_metrics, directory, os.getppid())
     except FileNotFoundError:
         text = b""
     if text or os.path.isdir(directory):

@@ -1,8 +1,6 @@
 """Metrics: every promised series exists from the start, and merging over processes is exact."""
 
 import os
-import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +9,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.support.exposition import samples
 from tokenmill_engine.messages import EngineLoad, FinishReason
+from tokenmill_engine.metric_files import render_metrics
 from tokenmill_engine.metric_series import BatchHistogram
 from tokenmill_engine.metrics import (
     EngineMetrics,
     FrontendMetrics,
-    render_metrics,
     token_count_buckets,
 )
 
@@ -67,15 +66,6 @@ FRONTEND_SERIES = [
         )
     ),
 ]
-
-
-def samples(text: str) -> dict[str, float]:
-    """Value by series; fails if one appears twice."""
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    pairs = [line.rsplit(" ", 1) for line in lines]
-    result = {name: float(value) for name, value in pairs}
-    assert len(result) == len(pairs)
-    return result
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, float]:
@@ -154,66 +144,6 @@ def test_token_buckets_are_a_1_2_5_series_up_to_the_limit() -> None:
     assert token_count_buckets(1) == (1,)
 
 
-_WORKER = """
-import os, sys
-from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics
-from tokenmill_engine.messages import EngineLoad, FinishReason
-kind = sys.argv[1]
-if kind == "engine":
-    metrics = EngineMetrics("m", 0, 1000, ("tokenmill", "vllm"))
-    metrics.set_load(EngineLoad(5, 1, 0.5))
-    metrics.generation_tokens.inc(7)
-    metrics.iteration_tokens.observe(12)
-    metrics.set_load(EngineLoad(2, 0, 0.25))
-else:
-    metrics = FrontendMetrics("m", 2, 1000, ("tokenmill", "vllm"))
-    for _ in range(int(kind)):
-        metrics.observe_http("/v1/completions", "POST", 200, 0.2)
-        metrics.time_to_first_token[1].observe(0.03)
-    metrics.inter_token_latency[0].observe_many([0.02] * int(kind))
-print("done", flush=True)
-sys.stdin.read()
-"""
-
-
-def run_worker(directory: Path, kind: str) -> None:
-    """A process that writes its metrics and is then killed the hard way."""
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory)}
-    command = [sys.executable, "-c", _WORKER, kind]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "done\n"
-        worker.send_signal(signal.SIGKILL)
-
-
-def test_values_of_dead_and_restarted_processes_add_up_exactly(tmp_path: Path) -> None:
-    for kind in ("engine", "3", "4", "2"):
-        run_worker(tmp_path, kind)
-    (tmp_path / "counter_99999.db").touch()  # a process that is just starting
-    text = render_metrics(str(tmp_path)).decode()
-    values = samples(text)
-    assert "pid" not in text
-    assert values['http_requests_total{handler="/v1/completions",method="POST",status="2xx"}'] == 9
-    for namespace in ("tokenmill", "vllm"):
-        engine = '{engine="0",model_name="m"}'
-        assert values[f"{namespace}:num_requests_running{engine}"] == 2
-        assert values[f"{namespace}:num_requests_waiting{engine}"] == 0
-        assert values[f"{namespace}:kv_cache_usage_perc{engine}"] == 0.25
-        assert values[f"{namespace}:generation_tokens_total{engine}"] == 7
-        assert values[f"{namespace}:num_preemptions_total{engine}"] == 0
-        assert values[f"{namespace}:iteration_tokens_total_count{engine}"] == 1
-        assert values[f"{namespace}:inter_token_latency_seconds_count{engine}"] == 9
-        assert values[f'{namespace}:inter_token_latency_seconds_bucket{{engine="0",le="0.025",model_name="m"}}'] == 9
-        assert values[f'{namespace}:time_to_first_token_seconds_count{{engine="1",model_name="m"}}'] == 9
-        assert values[f'{namespace}:time_to_first_token_seconds_sum{{engine="1",model_name="m"}}'] == pytest.approx(
-            0.27
-        )
-    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
-    assert types["tokenmill:num_requests_running"] == "gauge"
-    assert types["tokenmill:generation_tokens_total"] == "counter"
-    assert types["tokenmill:iteration_tokens_total"] == "histogram"
-
-
 @pytest.mark.parametrize("metrics", ["EngineMetrics('m', 0, 4096)", "FrontendMetrics('m', 2, 4096)"])
 def test_files_have_all_their_space_from_the_start(metrics: str, tmp_path: Path) -> None:
     """A page that is missing when the disk is full is a SIGBUS."""
@@ -224,4 +154,4 @@ def test_files_have_all_their_space_from_the_start(metrics: str, tmp_path: Path)
     assert set(files) == {"counter", "gauge_mostrecent", "histogram"}
     for status in files.values():
         assert status.st_blocks * 512 >= status.st_size >= 256 << 10
-    render_metrics(str(tmp_path))
+    assert render_metrics(str(tmp_path))

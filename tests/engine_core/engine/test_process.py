@@ -26,7 +26,7 @@ from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.control import StartFailed
 from tokenmill_engine.messages import AbortRequests, ClientGone, EngineLoad, FinishReason, SamplingParams
-from tokenmill_engine.metrics import render_metrics
+from tokenmill_engine.metric_files import render_metrics
 
 pytestmark = pytest.mark.slow
 
