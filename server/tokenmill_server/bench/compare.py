@@ -1,16 +1,15 @@
 """Runs us and a peer in turn on one machine and prints the figures of both side by side. See `compare_plan`."""
 
 import contextlib
-import dataclasses
-import json
 import os
 import shlex
-import shutil
 import signal
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import compare_peer
-from tokenmill_server.bench.compare_plan import START, Group, Load, Session, Side, loads_of, rows_of, sessions_of
-from tokenmill_server.bench.compare_report import Measurement, card_name, card_state, format_table
+from tokenmill_server.bench.compare_plan import START, Group, Load, Session, loads_of, rows_of, seed_offset, sessions_of
+from tokenmill_server.bench.compare_report import Measurement, card_state, memory_used_mib
+from tokenmill_server.bench.compare_result import Result
 from tokenmill_server.bench.compare_sides import (
     Deadline,
     LoadError,
@@ -49,9 +49,9 @@ _OUR_DRIVER = (
 _NAME = "m"
 """What both servers call the model."""
 _MODEL_KINDS = "a folder with config.json and tokenizer.json (weights are random) or a .gguf file"
-_GUESSED_START_S: dict[Side, float] = {"ours": 25.0, "peer": 110.0}
-_GUESSED_LOAD_S = 8.0
-"""For each, until it has been seen."""
+_RELEASE_S = 20.0
+_RELEASE_POLL_S = 0.2
+_RELEASE_SLACK_MIB = 512.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,7 +76,7 @@ class Compare:
     peer: Peer | None
     output: Path
     rounds: int = 3
-    time_limit_s: float = 530.0
+    time_limit_s: float = 520.0
     dtype: str = "bfloat16"
     max_model_len: int = 8192
     """For models with fewer positions it is theirs."""
@@ -90,34 +90,9 @@ class Compare:
     seed: int = 0
 
 
-@dataclass(slots=True)
-class _Progress:
-    """What has been measured, and how long that took."""
-
-    deadline: Deadline
-    measurements: list[Measurement] = field(default_factory=list)
-    sessions: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    start_times_s: dict[Side, float] = field(default_factory=dict)
-    load_times_s: dict[tuple[Side, str], float] = field(default_factory=dict)
-
-    def fail(self, what: str) -> None:
-        self.failures.append(what)
-        _say(f"FAILED: {what}")
-
-    def round_s(self, session: Session) -> float:
-        """What a round of `session` takes, as far as is known."""
-        return sum(self.load_times_s.get((session.side, load.name), _GUESSED_LOAD_S) for load in session.loads)
-
-    def needed_s(self, sessions: Sequence[Session]) -> float:
-        """What these sessions take with one round each."""
-        starts_s = [self.start_times_s.get(each.side, _GUESSED_START_S[each.side]) for each in sessions]
-        return sum(starts_s) + sum(self.round_s(each) for each in sessions if each.rounds)
-
-
 def run(compare: Compare) -> int:
-    """Measures, prints the table, writes every figure and command to `result-GROUP.json` in the output folder,
-    beside the logs, also when it is stopped. Returns the exit code: 1 if anything failed. Main thread only.
+    """Measures and prints the table. Every figure and command goes to `result-GROUP.json` in the output folder, beside
+    the logs, after each measurement. Returns the exit code: 1 if anything failed. Main thread only.
 
     Raises: ConfigError.
     """
@@ -125,20 +100,27 @@ def run(compare: Compare) -> int:
     if not loads:
         raise ConfigError(f"no load of the group {compare.group} has {' or '.join(compare.selected)} in its name")
     models = {key: _read_model(compare, key) for key in loads}
+    result = Result(
+        path=compare.output / f"result-{compare.group}.json",
+        group=compare.group,
+        rounds=compare.rounds,
+        divisor=compare.divisor,
+        rows=rows_of(compare.group, loads, compare.peer is not None),
+        peer_name=compare.peer.name if compare.peer is not None else None,
+        deadline=Deadline(compare.time_limit_s),
+    )
     try:
         compare.output.mkdir(parents=True, exist_ok=True)
+        result.save()
     except OSError as error:
         raise ConfigError(f"cannot write to --output {compare.output}: {error.strerror}") from None
-    progress = _Progress(Deadline(compare.time_limit_s))
     sessions = sessions_of(compare.group, loads, compare.rounds, compare.peer is not None)
-    shutil.rmtree(_caches(compare), ignore_errors=True)  # what an earlier comparison in this folder left behind
     try:
-        with _stoppable():
-            _run_sessions(compare, sessions, models, progress)
+        with _stoppable(), tempfile.TemporaryDirectory(prefix="tokenmill-compare-") as caches:
+            _Turns(compare, models, result, Path(caches)).run(sessions)
     finally:
-        shutil.rmtree(_caches(compare), ignore_errors=True)
-        _report(compare, loads, progress)
-    return 1 if progress.failures else 0
+        _report(compare, result)
+    return 1 if result.failures else 0
 
 
 @contextlib.contextmanager
@@ -151,27 +133,14 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_sessions(
-    compare: Compare, sessions: Sequence[Session], models: Mapping[str, Model], progress: _Progress
-) -> None:
-    for index, session in enumerate(sessions):
-        label = f"{session.side}, {session.model}, {session.variant}"
-        try:
-            progress.deadline.check("not started")
-            _run_session(compare, session, models[session.model], progress, sessions[index + 1 :])
-        except SideError as error:
-            progress.fail(f"{label}: {error}")
-
-
-def _report(compare: Compare, loads: dict[str, tuple[Load, ...]], progress: _Progress) -> None:
+def _report(compare: Compare, result: Result) -> None:
     """Prints and writes what there is."""
-    peer_name = compare.peer.name if compare.peer is not None else None
-    table = format_table(rows_of(compare.group, loads, compare.peer is not None), progress.measurements, peer_name)
+    result.save()
     sizes = f", sizes divided by {compare.divisor}" if compare.divisor > 1 else ""
-    sys.stdout.write(f"\n{compare.group} on {card_name()}{sizes}\n\n{table}\n")
-    for failure in progress.failures:
+    sys.stdout.write(f"\n{compare.group} on {result.card}{sizes}\n\n{result.table()}\n")
+    for failure in result.failures:
         sys.stdout.write(f"failed: {failure}\n")
-    _write_result(compare, progress, table)
+    sys.stdout.write(f"Results written to {result.path}\n")
 
 
 def _read_model(compare: Compare, key: str) -> Model:
@@ -191,52 +160,93 @@ def _read_model(compare: Compare, key: str) -> Model:
     return Model(Path(files.path).resolve(), architecture.vocab_size, max_model_len)
 
 
-def _run_session(
-    compare: Compare, session: Session, model: Model, progress: _Progress, following: Sequence[Session]
-) -> None:
-    """Raises: SideError."""
-    label = f"{session.side}, {session.model}, {session.variant}"
-    port = free_port()
-    command = _command(compare, session, model, port)
-    _say(f"{label}: {shlex.join(command)}")
-    before = card_state()
-    began_s = time.monotonic()
-    record: dict[str, Any] = {"side": session.side, "model": session.model, "variant": session.variant}
-    record |= {"command": command, "cache": session.cache, "before": before}
-    progress.sessions.append(record)
-    with _started(compare, session, model, command, port, progress.deadline) as running:
-        progress.start_times_s[session.side] = time.monotonic() - began_s
-        record |= {"version": running.version, "start_s": running.start_s}
-        _say(f"{label}: {running.version}, first answer after {running.start_s:.1f} s")
-        progress.measurements.append(
-            Measurement(session.side, session.variant, START, 0, dict.fromkeys(session.start_metrics, running.start_s))
-        )
+@dataclass(slots=True, frozen=True)
+class _Turns:
+    """Runs one session after the other."""
+
+    compare: Compare
+    models: Mapping[str, Model]
+    result: Result
+    caches: Path
+    """For the sessions that are to start without caches of compiled code."""
+
+    def run(self, sessions: Sequence[Session]) -> None:
+        for index, session in enumerate(sessions):
+            label = f"{session.side}, {session.model}, {session.variant}"
+            try:
+                self.result.deadline.check("not started")
+                self._run_session(label, session, sessions[index + 1 :])
+            except SideError as error:
+                self._fail(f"{label}: {error}")
+            except Exception:  # whatever a side does, the other's figures are still to come
+                self._fail(f"{label}: {traceback.format_exc()}")
+
+    def _run_session(self, label: str, session: Session, following: Sequence[Session]) -> None:
+        """Raises: SideError."""
+        port = free_port()
+        command = _command(self.compare, session, self.models[session.model], port)
+        _say(f"{label}: {shlex.join(command)}")
+        record: dict[str, Any] = {"side": session.side, "model": session.model, "variant": session.variant}
+        record |= {"command": command, "cache": session.cache, "before": card_state()}
+        self.result.sessions.append(record)
+        memory_mib = memory_used_mib()
+        log = Log(self.compare.output / f"{session.side}-{session.model}.log")
+        began_s = time.monotonic()
+        try:
+            with self._started(session, command, port, log) as running:
+                self.result.start_times_s[session.side, session.model] = time.monotonic() - began_s
+                record |= {"version": running.version, "start_s": running.start_s}
+                _say(f"{label}: {running.version}, first answer after {running.start_s:.1f} s")
+                starts = dict.fromkeys(session.start_metrics, running.start_s)
+                self.result.add(Measurement(session.side, session.variant, START, 0, starts))
+                self._run_rounds(label, session, running, following)
+                record["after"] = card_state()
+        finally:
+            record["released_s"] = _wait_for_memory(memory_mib)
+            record["log_tail"] = log.tail()
+
+    def _run_rounds(self, label: str, session: Session, running: Running, following: Sequence[Session]) -> None:
+        """Raises: SideError."""
         for number in session.rounds:
-            needed_s = progress.round_s(session) + progress.needed_s(following)
-            if number != session.rounds.start and progress.deadline.left_s() < needed_s:
+            needed_s = self.result.round_s(session) + self.result.needed_s(following)
+            if number != session.rounds.start and self.result.deadline.left_s() < needed_s:
                 _say(f"{label}: no time for round {number + 1}")
-                break
+                return
             for load in session.loads:
                 try:
-                    _measure(compare, session, running, load, number, progress)
+                    self._measure(session, running, load, number)
                 except LoadError as error:
-                    progress.fail(f"{label}: {error}")
-    record["after"] = card_state()
+                    self._fail(f"{label}: {error}")
 
+    def _measure(self, session: Session, running: Running, load: Load, number: int) -> None:
+        """Raises: SideError."""
+        seed = self.compare.seed + 1000 * (number + 1) + seed_offset(session, load)
+        began_s = time.monotonic()
+        figures = running.measure(load, seed)
+        self.result.load_times_s[session.side, load.name] = time.monotonic() - began_s
+        done = Measurement(session.side, session.variant, load.name, number, figures, running.describe(load, seed))
+        self.result.add(done)
+        shown = ("output_throughput", "output_tok_s", "step_ms", "p50_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+        told = ", ".join(f"{key} {figures[key]:.5g}" for key in shown if key in figures)
+        _say(f"{session.side}, {load.name}, round {number + 1}: {told}")
 
-def _measure(
-    compare: Compare, session: Session, running: Running, load: Load, number: int, progress: _Progress
-) -> None:
-    began_s = time.monotonic()
-    seed = compare.seed + 1000 * (number + 1) + session.loads.index(load)
-    figures = running.measure(load, seed)
-    progress.load_times_s[session.side, load.name] = time.monotonic() - began_s
-    progress.measurements.append(
-        Measurement(session.side, session.variant, load.name, number, figures, running.describe(load, seed))
-    )
-    shown = ("output_throughput", "output_tok_s", "step_ms", "p50_ttft_ms", "p50_itl_ms", "p99_itl_ms")
-    told = ", ".join(f"{key} {figures[key]:.5g}" for key in shown if key in figures)
-    _say(f"{session.side}, {load.name}, round {number + 1}: {told}")
+    @contextlib.contextmanager
+    def _started(self, session: Session, command: list[str], port: int, log: Log) -> Iterator[Running]:
+        compare, model, deadline = self.compare, self.models[session.model], self.result.deadline
+        environment = _environment(compare, session, self.caches)
+        if not session.is_server:
+            with started_driver(command, environment, log, model, deadline) as driver:
+                yield driver
+            return
+        prompts = ["--prompt-format", compare.prompt_format]
+        prompts += ["--vocab-size", str(model.vocab_size)] if compare.prompt_format == "ids" else []
+        options = [*prompts, "--tokenizer", str(model.path), *compare.load_options]
+        with started_server(command, environment, log, RunningServer(port, model, _NAME, deadline, options)) as server:
+            yield server
+
+    def _fail(self, what: str) -> None:
+        self.result.fail(what)
+        _say(f"FAILED: {what}")
 
 
 def _command(compare: Compare, session: Session, model: Model, port: int) -> list[str]:
@@ -260,54 +270,31 @@ def _command(compare: Compare, session: Session, model: Model, port: int) -> lis
     return [*(word.format_map(words) for word in shlex.split(template)), *flags, *session.flags]
 
 
-def _environment(compare: Compare, session: Session) -> dict[str, str]:
+def _environment(compare: Compare, session: Session, caches: Path) -> dict[str, str]:
     environment = dict(os.environ)
-    if session.side == "peer" and compare.peer is not None:
-        return environment | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | compare.peer.environment
+    folder = caches / session.side
     if session.cache != "default":
-        folder = _caches(compare)
         environment |= {"TRITON_CACHE_DIR": str(folder / "triton"), "TOKENMILL_CACHE_DIR": str(folder / "tokenmill")}
-    return environment
+    if session.side == "ours" or compare.peer is None:
+        return environment
+    if session.cache != "default":
+        environment |= {"XDG_CACHE_HOME": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    return environment | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | compare.peer.environment
 
 
-def _caches(compare: Compare) -> Path:
-    """Kernel caches of the servers that are to start without."""
-    return compare.output.resolve() / "caches"
-
-
-@contextlib.contextmanager
-def _started(
-    compare: Compare, session: Session, model: Model, command: list[str], port: int, deadline: Deadline
-) -> Iterator[Running]:
-    environment = _environment(compare, session)
-    log = Log(compare.output / f"{session.side}-{session.model}.log")
-    if not session.is_server:
-        with started_driver(command, environment, log, model, deadline) as driver:
-            yield driver
-        return
-    prompts = ["--prompt-format", compare.prompt_format]
-    prompts += ["--vocab-size", str(model.vocab_size)] if compare.prompt_format == "ids" else []
-    options = [*prompts, "--tokenizer", str(model.path), *compare.load_options]
-    server = RunningServer(port, model, _NAME, deadline, options)
-    with started_server(command, environment, log, server):
-        yield server
-
-
-def _write_result(compare: Compare, progress: _Progress, table: str) -> None:
-    result = {
-        "date": datetime.now().isoformat(timespec="seconds"),
-        "group": compare.group,
-        "card": card_name(),
-        "rounds": compare.rounds,
-        "divisor": compare.divisor,
-        "sessions": progress.sessions,
-        "measurements": [dataclasses.asdict(each) for each in progress.measurements],
-        "failures": progress.failures,
-        "table": table.splitlines(),
-    }
-    path = compare.output / f"result-{compare.group}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    sys.stdout.write(f"Results written to {path}\n")
+def _wait_for_memory(before_mib: float | None) -> float | None:
+    """Seconds until the GPUs have as little memory in use as before the session: its processes are gone, but the driver
+    may still be at it, and the next side wants nearly all. None without NVIDIA GPUs or if it took too long."""
+    if before_mib is None:
+        return None
+    began_s = time.monotonic()
+    while (passed_s := time.monotonic() - began_s) < _RELEASE_S:
+        used_mib = memory_used_mib()
+        if used_mib is None or used_mib <= before_mib + _RELEASE_SLACK_MIB:
+            return passed_s
+        time.sleep(_RELEASE_POLL_S)
+    _say(f"{memory_used_mib()} MiB of the GPUs are still in use, {before_mib} were before")
+    return None
 
 
 def _say(text: str) -> None:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model-8b", type=Path, metavar="PATH", help="folder with config.json and tokenizer, or .gguf; random weights")
     add("--model-1b", type=Path, metavar="PATH", help="the same. Default of both with --shrink: SmolLM2-135M-Instruct")
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each load; the table has their median")
-    add("--time-limit", type=positive_number, default=530.0, metavar="S", help="fewer rounds where they do not fit")
+    add("--time-limit", type=positive_number, default=520.0, metavar="S", help="fewer rounds where they do not fit")
     add("--select", action="append", default=[], metavar="TEXT", help="only loads with this in their name; repeatable")
     add("--shrink", type=positive, default=1, metavar="N", help="divide every size by N, to try this on small machines")
     add("--dtype", default="bfloat16")

@@ -90,8 +90,11 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
 
 def _decode(engine: Engine, prompts: Prompts, output_len: int) -> dict[str, float]:
     """The prompts are computed first and found in the prefix cache then, so all of them decode nearly from the start
-    and none is finished before the last has begun."""
+    and none is finished before the last has begun. `input_tok_s` is the rate of the former, unless they were in the
+    cache before."""
+    started_s = time.perf_counter()
     engine.generate(prompts, 1)
+    prefill_s = time.perf_counter() - started_s
     times_ms = pure_decode_ms(engine.steps(prompts, output_len), len(prompts))
     if not times_ms:
         raise MeasurementError(f"no step decoded all {len(prompts)} sequences and nothing else")
@@ -101,6 +104,8 @@ def _decode(engine: Engine, prompts: Prompts, output_len: int) -> dict[str, floa
         "mean_step_ms": statistics.fmean(ordered),
         "p99_step_ms": ordered[int(0.99 * (len(ordered) - 1))],
         "num_steps": len(ordered),
+        "prefill_s": prefill_s,
+        "input_tok_s": sum(map(len, prompts)) / prefill_s,
     }
 
 

@@ -4,8 +4,9 @@
     online8b   an 8B server: full load, a single client, seconds from the command to the first answer
     online1b   a 1B server, where the front end is the limit: default flags, one and several API servers
 
-The two sides cannot share the device's memory, so they take turns: one half of our rounds runs before the peer's and
-the other half after them, which shows (and halves) what the machine's drift does to the comparison.
+The two sides cannot share the device's memory, so they take turns. Our start takes seconds, the peer's a minute or two,
+so it is ours that starts again: one half of our rounds runs before the peer's and the other half after them, which
+shows (and halves) what the machine's drift does to the comparison. Where starts are compared both sides start twice.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ GROUPS: tuple[Group, ...] = ("offline", "online8b", "online1b")
 Side = Literal["ours", "peer"]
 Kind = Literal["throughput", "decode", "serve"]
 Cache = Literal["default", "empty", "kept"]
-"""Kernel caches of a server of ours: those of the machine, new ones, or what the last new ones hold by now."""
+"""Caches of compiled code: those of the machine, new ones of the side, or what these hold by now."""
 
 DEFAULT = "default flags"
 ONE_SERVER = "--api-server-count 1"
@@ -44,6 +45,8 @@ class Load:
     input_len: int
     output_len: int
     concurrency: int = 0
+    expected_s: float = 8.0
+    """What it took on an H100: decides whether another round fits, until the side has run it here."""
 
     def shrunk(self, divisor: int) -> "Load":
         """A `divisor`-th of every size, for small machines."""
@@ -54,6 +57,7 @@ class Load:
             input_len=max(1, self.input_len // divisor),
             output_len=max(output_len, _MIN_DECODE_OUTPUT_LEN) if self.kind == "decode" else output_len,
             concurrency=max(1, self.concurrency // divisor) if self.kind == "serve" else 0,
+            expected_s=self.expected_s / divisor,
         )
 
 
@@ -76,9 +80,7 @@ class Session:
 
     @property
     def start_metrics(self) -> tuple[str, ...]:
-        """Names under which the time of this start is compared. The peer starts once, so it stands beside both."""
-        if self.side == "peer":
-            return ("empty_s", "kept_s")
+        """Names under which the time of this start is compared."""
         return () if self.cache == "default" else (f"{self.cache}_s",)
 
     @property
@@ -98,24 +100,28 @@ class Row:
     peer: str = DEFAULT
 
 
-_DECODES_8B = tuple(
-    Load(f"8b decode {size}", "decode", size, 1024, _DECODE_OUTPUT_LEN) for size in (1, 8, 32, 128, 256)
-)
-_DECODES_1B = tuple(
-    Load(f"1b decode {size}", "decode", size, 1024, _DECODE_OUTPUT_LEN) for size in (1, 8, 32, 128, 256)
-)
+_DECODES = ((256, 9.0, 2.5), (128, 2.5, 1.2), (32, 1.4, 0.6), (8, 1.2, 0.5), (1, 1.0, 0.4))
+"""Batch, seconds with 8B and with 1B. The largest comes first: its prompts are in the prefix cache for the others."""
 _OFFLINE_8B = (
-    Load("8b 256 x 1024/128", "throughput", 256, 1024, 128),
-    Load("8b 512 x 128/128", "throughput", 512, 128, 128),
-    Load("8b 256 x 1024/1", "throughput", 256, 1024, 1),
-    *_DECODES_8B,
+    Load("8b 256 x 1024/128", "throughput", 256, 1024, 128, expected_s=9.0),
+    Load("8b 512 x 128/128", "throughput", 512, 128, 128, expected_s=4.0),
+    *(
+        Load(f"8b decode {size}", "decode", size, 1024, _DECODE_OUTPUT_LEN, expected_s=large_s)
+        for size, large_s, _ in _DECODES
+    ),
 )
-_OFFLINE_1B = (Load("1b 512 x 128/128", "throughput", 512, 128, 128), *_DECODES_1B)
+_OFFLINE_1B = (
+    Load("1b 512 x 128/128", "throughput", 512, 128, 128, expected_s=2.0),
+    *(
+        Load(f"1b decode {size}", "decode", size, 1024, _DECODE_OUTPUT_LEN, expected_s=small_s)
+        for size, _, small_s in _DECODES
+    ),
+)
 _ONLINE_8B = (
-    Load("8b 256 clients 1024/128", "serve", 768, 1024, 128, 256),
-    Load("8b 1 client 1024/128", "serve", 8, 1024, 128, 1),
+    Load("8b 256 clients 1024/128", "serve", 768, 1024, 128, 256, expected_s=29.0),
+    Load("8b 1 client 1024/128", "serve", 8, 1024, 128, 1, expected_s=8.0),
 )
-_ONLINE_1B = (Load("1b 256 clients 128/256", "serve", 2048, 128, 256, 256),)
+_ONLINE_1B = (Load("1b 256 clients 128/256", "serve", 2048, 128, 256, 256, expected_s=30.0),)
 
 _LOADS: dict[Group, dict[str, tuple[Load, ...]]] = {
     "offline": {"8b": _OFFLINE_8B, "1b": _OFFLINE_1B},
@@ -133,55 +139,83 @@ def loads_of(group: Group, selected: Sequence[str], divisor: int) -> dict[str, t
         for load in loads:
             if not selected or any(text in load.name for text in selected):
                 shrunk = load.shrunk(divisor) if divisor > 1 else load
-                sizes.setdefault(replace(shrunk, name=""), shrunk)
+                sizes.setdefault(replace(shrunk, name="", expected_s=0.0), shrunk)
         if sizes:
             chosen[model] = tuple(sizes.values())
     return chosen
 
 
+def seed_offset(session: Session, load: Load) -> int:
+    """Which prompts of a round `load` has: its own, but all decode loads share theirs (the first N of the largest), so
+    that only one of them computes them."""
+    names = ["decode" if each.kind == "decode" else each.name for each in session.loads]
+    return names.index("decode" if load.kind == "decode" else load.name)
+
+
 def sessions_of(group: Group, loads: dict[str, tuple[Load, ...]], num_rounds: int, with_peer: bool) -> list[Session]:
-    """Who starts when. Our first 8B server of a group finds empty kernel caches, the second one what it left."""
+    """Who starts when."""
     first, rest = range((num_rounds + 1) // 2), range((num_rounds + 1) // 2, num_rounds)
     rounds = range(num_rounds)
     sessions: list[Session] = []
     for model, its_loads in loads.items():
         if group == "online1b":
-            ours = [Session("ours", model, its_loads, rounds, variant) for variant in (DEFAULT, ONE_SERVER)]
-            peers = [Session("peer", model, its_loads, rounds, variant) for variant in (DEFAULT, FOUR_SERVERS)]
-            sessions += [ours[0], peers[0], ours[1], peers[1]] if with_peer else ours
+            sessions += [
+                Session("ours", model, its_loads, first, DEFAULT),
+                Session("peer", model, its_loads, rounds, DEFAULT),
+                Session("ours", model, its_loads, first, ONE_SERVER),
+                Session("peer", model, its_loads, rounds, FOUR_SERVERS),
+                *(Session("ours", model, its_loads, rest, variant) for variant in (DEFAULT, ONE_SERVER) if rest),
+            ]
         elif group == "online8b":
             # The second start is worth its seconds also where no round is left for it: it is the one with warm caches.
             sessions += [
                 Session("ours", model, its_loads, first, cache="empty"),
-                *([Session("peer", model, its_loads, rounds)] if with_peer else []),
+                Session("peer", model, its_loads, first, cache="empty"),
                 Session("ours", model, its_loads, rest, cache="kept"),
+                Session("peer", model, its_loads, rest, cache="kept"),
             ]
-        elif with_peer:
+        else:
             sessions += [Session("ours", model, its_loads, first), Session("peer", model, its_loads, rounds)]
             sessions += [Session("ours", model, its_loads, rest)] if rest else []
-        else:
-            sessions.append(Session("ours", model, its_loads, rounds))
-    return sessions
+    return sessions if with_peer else _without_peer(sessions)
+
+
+def _without_peer(sessions: Sequence[Session]) -> list[Session]:
+    """Our sessions; those that the peer's came between become one."""
+    ours: list[Session] = []
+    for session in sessions:
+        same = [each for each in ours if replace(each, rounds=session.rounds) == session]
+        if session.side == "ours" and same:
+            joined = range(same[0].rounds.start, session.rounds.stop)
+            ours[ours.index(same[0])] = replace(same[0], rounds=joined)
+        elif session.side == "ours":
+            ours.append(session)
+    return ours
 
 
 def rows_of(group: Group, loads: dict[str, tuple[Load, ...]], with_peer: bool) -> list[Row]:
     """The table's lines."""
     rows: list[Row] = []
     for model, its_loads in loads.items():
-        for load in its_loads:
-            rows += _serve_rows(load, with_peer) if load.kind == "serve" else [_offline_row(load)]
+        decodes = [load for load in its_loads if load.kind == "decode"]
+        for load in [*(load for load in its_loads if load.kind != "decode"), *reversed(decodes)]:
+            rows += _serve_rows(load, with_peer) if load.kind == "serve" else _offline_rows(load)
         if group == "online8b":
-            rows.append(Row(f"{model} start to first answer, empty caches, s", START, "empty_s", peer=DEFAULT))
-            rows.append(Row(f"{model} start to first answer, warm caches, s", START, "kept_s", peer=DEFAULT))
+            rows.append(Row(f"{model} start to first answer, empty caches, s", START, "empty_s"))
+            rows.append(Row(f"{model} start to first answer, warm caches, s", START, "kept_s"))
     return rows
 
 
-def _offline_row(load: Load) -> Row:
-    if load.kind == "decode":
-        return Row(f"{load.name[:2]} decode step, batch {load.num_prompts}, ms", load.name, "step_ms")
-    if load.output_len == 1:
-        return Row(f"{load.name[:2]} prefill, input tok/s", load.name, "input_tok_s")
-    return Row(f"{load.name}, output tok/s", load.name, "output_tok_s")
+def _offline_rows(load: Load) -> list[Row]:
+    if load.kind == "throughput":
+        return [Row(f"{load.name}, output tok/s", load.name, "output_tok_s")]
+    model = load.name.split()[0]
+    rows = [Row(f"{model} decode step, batch {load.num_prompts}, ms", load.name, "step_ms")]
+    if load.name.endswith("decode 256"):  # all the prompts, computed before its steps are timed
+        rows.append(
+            Row(f"{model} prefill of {load.num_prompts} x {load.input_len}, input tok/s", load.name, "input_tok_s")
+        )
+    return rows
 
 
 def _serve_rows(load: Load, with_peer: bool) -> list[Row]:

@@ -83,6 +83,15 @@ def card_state() -> str | None:
     return _nvidia_smi("clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used")
 
 
+def memory_used_mib() -> float | None:
+    """Of all NVIDIA GPUs together; None without any."""
+    used = _nvidia_smi("memory.used")
+    try:
+        return sum(float(each.split()[0]) for each in used.split(";")) if used is not None else None
+    except (ValueError, IndexError):  # a card that does not tell
+        return None
+
+
 def _nvidia_smi(fields: str) -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:

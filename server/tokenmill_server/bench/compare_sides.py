@@ -3,8 +3,10 @@
 import contextlib
 import http.client
 import json
+import os
 import queue
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -26,9 +28,15 @@ Figures = dict[str, float]
 _POLL_S = 0.05
 _STOP_S = 15.0
 _REAP_S = 5.0
-_LOG_TAIL_CHARS = 2000
+_LOG_TAIL_CHARS = 4000
 _MAX_WARMUPS = 32
 _START_PROMPT_TOKENS = 16
+_REPLY_CHARS = 300
+_SETTLE_S = 2.0
+"""After a server's first answer: processes beside the one that gave it may still be starting."""
+_ALIVE_S = 0.5
+"""How often somebody who waits for a driver looks whether it still runs."""
+_STEP_SHARE = 0.4
 
 
 class SideError(TokenmillError):
@@ -43,15 +51,25 @@ class Deadline:
     """How much time is left."""
 
     def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
         self._end_s = time.monotonic() + limit_s
 
     def left_s(self) -> float:
         return self._end_s - time.monotonic()
 
+    def step(self) -> "Deadline":
+        """That of one start or load. A side that hangs must leave time for the other, so it is at most 0.4 of the
+        whole."""
+        return Deadline(min(self.left_s(), _STEP_SHARE * self._limit_s))
+
     def check(self, what: str) -> None:
         """Raises SideError once the time is over."""
         if self.left_s() <= 0:
-            raise SideError(f"{what}: the time limit was reached")
+            raise self.passed(what)
+
+    def passed(self, what: str) -> SideError:
+        """What to raise when the time is over."""
+        return SideError(f"{what}: the time limit was reached ({max(0.0, self._limit_s):.0f} s)")
 
 
 @dataclass(slots=True, frozen=True)
@@ -129,6 +147,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
     for child in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
+    with contextlib.suppress(ProcessLookupError):  # children of one that had ended before it was told to
+        os.killpg(process.pid, signal.SIGKILL)
     psutil.wait_procs(alive, timeout=_REAP_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -164,24 +184,29 @@ class RunningServer:
         first = self._model.vocab_size // 2
         prompt = list(range(first, first + _START_PROMPT_TOKENS))
         request = {"model": self._name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        while self._ask("POST", "/v1/completions", json.dumps(request)) is None:
+        deadline = self._deadline.step()
+        while (reply := self._ask("POST", "/v1/completions", deadline, json.dumps(request))).status != 200:
             if process.poll() is not None:
                 raise SideError(f"the server ended with status {process.returncode} while starting:\n{log.tail()}")
-            self._deadline.check("waiting for the server's first answer")
+            deadline.check(f"waiting for the server's first answer, of which the last try came to {reply}")
             time.sleep(_POLL_S)
         self.start_s = time.monotonic() - started_s
-        version = json.loads(self._ask("GET", "/version") or b"{}")
-        self.version = str(version.get("version", "unknown")) if isinstance(version, dict) else "unknown"
+        try:
+            self.version = str(json.loads(self._ask("GET", "/version", deadline).body)["version"])
+        except (ValueError, TypeError, KeyError):
+            self.version = "unknown"
 
     def measure(self, load: Load, seed: int) -> Figures:
         """Runs `tokenmill bench serve`."""
-        timeout_s = max(1.0, self._deadline.left_s())
+        deadline = self._deadline.step()
         with tempfile.TemporaryDirectory(prefix="tokenmill-compare-") as folder:
             command = [*self._command(load, seed), "--result-dir", folder, "--result-filename", "result.json"]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=max(1.0, deadline.left_s()), check=False
+                )
             except subprocess.TimeoutExpired:
-                raise SideError(f"{load.name}: the time limit was reached") from None
+                raise deadline.passed(load.name) from None
             if done.returncode:
                 raise LoadError(f"{load.name}: the load generator failed: {done.stderr[-_LOG_TAIL_CHARS:].strip()}")
             result = json.loads((Path(folder) / "result.json").read_text())
@@ -209,18 +234,29 @@ class RunningServer:
             *self._load_options,
         ]
 
-    def _ask(self, method: str, path: str, body: str | None = None) -> bytes | None:
-        """The body of a successful answer; None if there is none."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=max(1.0, self._deadline.left_s()))
+    def _ask(self, method: str, path: str, deadline: Deadline, body: str | None = None) -> "_Reply":
+        """One exchange on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=max(1.0, deadline.left_s()))
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
             reply = connection.getresponse()
-            data = reply.read()
-        except (OSError, http.client.HTTPException):
-            return None
+            return _Reply(reply.status, reply.read())
+        except (OSError, http.client.HTTPException) as error:
+            return _Reply(0, f"{type(error).__name__}: {error}".encode())
         finally:
             connection.close()
-        return data if reply.status == 200 else None
+
+
+@dataclass(slots=True, frozen=True)
+class _Reply:
+    """What a server answered; status 0 and the reason if it did not."""
+
+    status: int
+    body: bytes
+
+    def __str__(self) -> str:
+        text = self.body.decode(errors="replace")[:_REPLY_CHARS]
+        return f"HTTP {self.status}: {text}" if self.status else text
 
 
 @contextlib.contextmanager
@@ -231,6 +267,7 @@ def started_server(
     started_s = time.monotonic()
     with running_process(command, environment, log) as process:
         server.wait_for_answer(process, started_s, log)
+        time.sleep(_SETTLE_S)
         yield server
 
 
@@ -279,14 +316,26 @@ class RunningDriver:
         )
 
     def _answer(self, what: str) -> dict[str, Any]:
+        line = self._line(what, self._deadline.step())
         try:
-            line = self._lines.get(timeout=max(1.0, self._deadline.left_s()))
-        except queue.Empty:
-            raise SideError(f"{what}: the time limit was reached") from None
-        if not line:
-            raise self._ended(what)
-        answer: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise SideError(f"{what}: the driver wrote {line!r}:\n{self._log.tail()}") from None
         return answer
+
+    def _line(self, what: str, deadline: Deadline) -> str:
+        """The next one. A process that the driver left behind may hold the pipe open, so its end is not waited for."""
+        while True:
+            try:
+                line = self._lines.get(timeout=_ALIVE_S)
+            except queue.Empty:
+                if self._process.poll() is not None and self._lines.empty():
+                    raise self._ended(what) from None
+                deadline.check(what)
+                continue
+            if not line:
+                raise self._ended(what)
+            return line
 
     def _ended(self, what: str) -> SideError:
         """Its last words come after it has closed its output."""

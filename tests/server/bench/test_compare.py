@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.scripted_peer import write_scripted_peer
 from tests.support.tiny_models import cached_tiny_model, tiny_config
-from tokenmill_server.bench import cli, compare
+from tokenmill_server.bench import cli, compare, compare_result, compare_sides
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +21,12 @@ STUB = "{python} -m tests.support.stub_server --port {port}"
 SIZES = ["--shrink", "64", "--time-limit", "60"]
 TINY = ["--dtype", "float32"]
 ON_CPU = "--device cpu --kv-cache-memory-bytes 32m"
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of these tests answer from everywhere once they answer."""
+    monkeypatch.setattr(compare_sides, "_SETTLE_S", 0.0)
 
 
 @pytest.fixture
@@ -57,7 +63,6 @@ def figures(result: dict[str, Any], side: str, load: str, metric: str) -> list[f
 @pytest.mark.usefixtures("our_stub")
 def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
-    (output / "caches" / "triton").mkdir(parents=True)
     peer = ["--peer", "Stub", "--peer-command", f"{STUB} --token-ms 20"]
     result = run(output, "--group", "online8b", "--model-8b", shape, "--rounds", "2", *SIZES, *peer)
     load = "8b 256 clients 1024/128"
@@ -66,8 +71,9 @@ def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert all(token_ms <= itl_ms for itl_ms in figures(result, side, load, "p50_itl_ms"))
         assert figures(result, side, load, "completed") == [12, 12]
         assert figures(result, side, load, "total_output_tokens") == [24, 24]
-    assert [len(figures(result, "ours", "start", name)) for name in ("empty_s", "kept_s")] == [1, 1]
-    assert [session["side"] for session in result["sessions"]] == ["ours", "peer", "ours"]
+        assert [len(figures(result, side, "start", name)) for name in ("empty_s", "kept_s")] == [1, 1]
+    assert [session["side"] for session in result["sessions"]] == ["ours", "peer"] * 2
+    assert all("listening" in session["log_tail"] for session in result["sessions"])
     assert {session["version"] for session in result["sessions"]} == {"stub 1.0"}
     assert "bench serve" in result["measurements"][1]["command"]
     printed = capsys.readouterr().out
@@ -106,7 +112,7 @@ def test_a_peer_that_does_not_start_is_told_and_ours_is_measured(
 def test_rounds_that_do_not_fit_are_left_out(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "_GUESSED_START_S", {"ours": 1.0, "peer": 58.0})
+    monkeypatch.setattr(compare_result, "_EXPECTED_START_S", {("ours", "8b"): 1.0, ("peer", "8b"): 58.0})
     arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "5", "--select", "1 client", *SIZES]
     result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --token-ms 1")
     assert len(figures(result, "ours", "8b 1 client 1024/128", "p50_ttft_ms")) == 1 + 2
@@ -115,11 +121,55 @@ def test_rounds_that_do_not_fit_are_left_out(
 
 
 @pytest.mark.usefixtures("our_stub")
-def test_the_time_limit_ends_a_peer_that_hangs(shape: str, tmp_path: Path) -> None:
-    arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "1", "--shrink", "64", "--time-limit", "4"]
+def test_a_peer_that_hangs_costs_its_share_of_the_time_and_not_our_figures(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_sides, "_STEP_SHARE", 0.2)
+    arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "2", "--shrink", "64", "--time-limit", "40"]
     result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --start-s 300", status=1)
-    assert "the time limit was reached" in result["failures"][0]
+    assert len(result["failures"]) == 2
+    assert all("the time limit was reached (8 s)" in failure for failure in result["failures"])
+    assert "Connection refused" in result["failures"][0]
+    assert len(figures(result, "ours", "8b 1 client 1024/128", "p50_ttft_ms")) == 2
     assert [child for child in psutil.Process().children() if "stub_server" in " ".join(child.cmdline())] == []
+
+
+@pytest.mark.usefixtures("our_stub")
+def test_what_nobody_expected_of_a_side_is_told_and_the_other_goes_on(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = compare_sides.RunningServer.measure
+
+    def broken(self: compare_sides.RunningServer, load: compare.Load, seed: int) -> compare_sides.Figures:
+        if self.version == "stub 1.0" and load.concurrency == 1:
+            raise KeyError("no such figure")
+        return measure(self, load, seed)
+
+    monkeypatch.setattr(compare_sides.RunningServer, "measure", broken)
+    arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "1", *SIZES]
+    result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --token-ms 1", status=1)
+    assert [failure.splitlines()[-1] for failure in result["failures"]] == ["KeyError: 'no such figure'"] * 2
+    for side in ("ours", "peer"):
+        assert len(figures(result, side, "8b 256 clients 1024/128", "completed")) == 1
+        assert len(figures(result, side, "start", "kept_s")) == 1
+
+
+@pytest.mark.usefixtures("our_stub")
+def test_what_was_measured_is_on_disk_before_the_next_measurement(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    measure = compare_sides.RunningServer.measure
+
+    def looking(self: compare_sides.RunningServer, load: compare.Load, seed: int) -> compare_sides.Figures:
+        written = json.loads((tmp_path / "out" / "result-online8b.json").read_text())
+        seen.append(len(written["measurements"]))
+        return measure(self, load, seed)
+
+    monkeypatch.setattr(compare_sides.RunningServer, "measure", looking)
+    arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "2", *SIZES, "--peer", "none"]
+    run(tmp_path / "out", *arguments)
+    assert seen == [1, 2, 4, 5]  # the starts count
 
 
 def test_a_comparison_that_is_stopped_leaves_nothing_behind(shape: str, tmp_path: Path) -> None:
@@ -148,7 +198,7 @@ def test_offline_sides(tmp_path: Path) -> None:
     assert [session["version"].split()[0] for session in result["sessions"]] == ["Tokenmill", "vLLM"]
     for side in ("ours", "peer"):
         assert figures(result, side, "8b 512 x 128/128", "output_tok_s")[0] > 0
-        assert figures(result, side, "8b 256 x 1024/1", "input_tok_s")[0] > 0
+        assert figures(result, side, "8b decode 256", "input_tok_s")[0] > 0
         assert figures(result, side, "8b decode 256", "num_steps")[0] >= 4
     assert 18.0 <= figures(result, "peer", "8b decode 256", "step_ms")[0] < 40.0  # 2 ms and 1 ms for each of 16
     assert len(result["table"]) == 2 + 7
@@ -181,7 +231,7 @@ def test_every_group_alone_in_one_folder(tmp_path: Path, capsys: pytest.CaptureF
         *TINY,
         "--args=--device cpu --kv-cache-memory-bytes 512m",
     ]
-    for group, num_rows in (("offline", 10), ("online8b", 14), ("online1b", 12)):
+    for group, num_rows in (("offline", 11), ("online8b", 14), ("online1b", 12)):
         result = run(tmp_path / "out", "--group", group, *trial)
         assert result["failures"] == []
         titles = [line.split("|")[1] for line in result["table"][2:]]

@@ -19,7 +19,7 @@ def parse(*arguments: str) -> Compare:
 def test_defaults() -> None:
     compare = parse("--model-8b", "/a")
     assert (compare.models, compare.rounds, compare.dtype) == ({"8b": Path("/a")}, 3, "bfloat16")
-    assert (compare.max_model_len, compare.time_limit_s, compare.selected) == (8192, 530.0, ())
+    assert (compare.max_model_len, compare.time_limit_s, compare.selected) == (8192, 520.0, ())
     assert compare.output.name.startswith("compare-offline-")
     assert compare.peer is not None
     assert (compare.peer.name, compare.peer.python, compare.peer.environment) == ("vLLM", "python3", {})

@@ -66,6 +66,7 @@ def test_a_decode_task() -> None:
     assert figures["step_ms"] == pytest.approx(4.0)
     assert figures["num_steps"] == 8
     assert figures["mean_step_ms"] == pytest.approx((7 * 4 + 40) / 8)
+    assert figures["input_tok_s"] == pytest.approx(15 / figures["prefill_s"])
     with pytest.raises(MeasurementError, match="no step decoded all 3 sequences"):
         run_task(SteadyEngine(steps=3), {"kind": "decode", **TASK})
 
@@ -80,6 +81,7 @@ def test_prompts_are_random_and_repeatable() -> None:
     prompts = random_prompts(50, 40, 1000, seed=3)
     assert prompts == random_prompts(50, 40, 1000, seed=3)
     assert prompts != random_prompts(50, 40, 1000, seed=4)
+    assert prompts[:20] == random_prompts(20, 40, 1000, seed=3)  # a smaller batch finds its prompts in the cache
     assert len({tuple(prompt) for prompt in prompts}) == 50
     assert {len(prompt) for prompt in prompts} == {40}
     assert all(20 <= token_id < 1000 for prompt in prompts for token_id in prompt)

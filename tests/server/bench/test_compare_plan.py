@@ -9,6 +9,7 @@ from tokenmill_server.bench.compare_plan import (
     Group,
     loads_of,
     rows_of,
+    seed_offset,
     sessions_of,
 )
 
@@ -34,19 +35,37 @@ def test_offline_turns() -> None:
 def test_online_turns() -> None:
     assert order("online8b", 3) == [
         ("ours", "8b", DEFAULT, [0, 1], "empty"),
-        ("peer", "8b", DEFAULT, [0, 1, 2], "default"),
+        ("peer", "8b", DEFAULT, [0, 1], "empty"),
         ("ours", "8b", DEFAULT, [2], "kept"),
+        ("peer", "8b", DEFAULT, [2], "kept"),
     ]
     assert order("online8b", 1, with_peer=False) == [
         ("ours", "8b", DEFAULT, [0], "empty"),
         ("ours", "8b", DEFAULT, [], "kept"),
     ]
-    assert [each[:3] for each in order("online1b", 3)] == [
-        ("ours", "1b", DEFAULT),
-        ("peer", "1b", DEFAULT),
-        ("ours", "1b", ONE_SERVER),
-        ("peer", "1b", FOUR_SERVERS),
+    assert [each[:4] for each in order("online1b", 3)] == [
+        ("ours", "1b", DEFAULT, [0, 1]),
+        ("peer", "1b", DEFAULT, [0, 1, 2]),
+        ("ours", "1b", ONE_SERVER, [0, 1]),
+        ("peer", "1b", FOUR_SERVERS, [0, 1, 2]),
+        ("ours", "1b", DEFAULT, [2]),
+        ("ours", "1b", ONE_SERVER, [2]),
     ]
+    assert [each[2:4] for each in order("online1b", 3, with_peer=False)] == [
+        (DEFAULT, [0, 1, 2]),
+        (ONE_SERVER, [0, 1, 2]),
+    ]
+
+
+def test_decode_loads_of_a_round_share_their_prompts_and_no_others_do() -> None:
+    session = sessions_of("offline", loads_of("offline", [], 1), 1, True)[0]
+    offsets = {load.name: seed_offset(session, load) for load in session.loads}
+    decodes = {offset for name, offset in offsets.items() if "decode" in name}
+    others = [offset for name, offset in offsets.items() if "decode" not in name]
+    assert len(decodes) == 1
+    assert len({*decodes, *others}) == 1 + len(others)
+    sizes = [load.num_prompts for load in session.loads if load.kind == "decode"]
+    assert sizes == sorted(sizes, reverse=True)  # the first one computes the prompts of all
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -94,7 +113,7 @@ def test_alone_every_row_is_a_measurement_of_its_own(group: Group, divisor: int)
 def test_selection_and_sizes() -> None:
     loads = loads_of("offline", ["1b decode", "512 x"], 1)
     assert [load.name for load in loads["8b"]] == ["8b 512 x 128/128"]
-    assert [load.num_prompts for load in loads["1b"]] == [512, 1, 8, 32, 128, 256]
+    assert [load.num_prompts for load in loads["1b"]] == [512, 256, 128, 32, 8, 1]
     assert loads_of("online8b", ["no such load"], 1) == {}
     small = loads_of("online8b", [], 64)["8b"]
     assert [(load.num_prompts, load.input_len, load.output_len, load.concurrency) for load in small] == [
@@ -102,6 +121,6 @@ def test_selection_and_sizes() -> None:
         (1, 16, 2, 1),
     ]
     decodes = [load.name for load in loads_of("offline", ["8b decode"], 16)["8b"]]
-    assert decodes == ["8b decode 1", "8b decode 32", "8b decode 128", "8b decode 256"]
+    assert decodes == ["8b decode 256", "8b decode 128", "8b decode 32", "8b decode 8"]
     decode = loads_of("offline", ["8b decode 256"], 64)["8b"][0]
     assert (decode.num_prompts, decode.input_len, decode.output_len) == (4, 16, 16)
