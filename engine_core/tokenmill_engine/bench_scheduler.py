@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from tokenmill_engine.config.engine import (
 from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
-from tokenmill_engine.messages import AddRequest, SamplingParams
+from tokenmill_engine.messages import AddRequest, Hello, SamplingParams
 from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
@@ -43,6 +44,19 @@ _STEP_S = 0.02
 """What the device says each step took: there is something to learn from."""
 
 Prepare = Callable[[StepPlan], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """What the engine core has to do."""
+
+    num_seqs: int
+    num_steps: int
+    num_clients: int
+    """API servers, which are told the load and own the requests in turn."""
+    log_stats: bool
+    data_parallel_size: int
+    """Engine cores that they choose from: where it is more than one, this one publishes its blocks."""
 
 
 class FreeDevice:
@@ -101,7 +115,7 @@ def make_preparation(kind: str, num_seqs: int) -> Prepare:
     return prepare
 
 
-def engine_config(num_seqs: int, log_stats: bool) -> EngineConfig:
+def engine_config(load: Load) -> EngineConfig:
     """A configuration of which only the scheduling part matters."""
     architecture = ArchitectureConfig(
         name="LlamaForCausalLM",
@@ -133,15 +147,16 @@ def engine_config(num_seqs: int, log_stats: bool) -> EngineConfig:
     return EngineConfig(
         model=model,
         cache=CacheConfig(block_size=_BLOCK_SIZE),
-        scheduler=SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=_MAX_TOKENS),
-        observability=ObservabilityConfig(model_name="none", log_stats=log_stats),
+        scheduler=SchedulerConfig(max_num_seqs=load.num_seqs, max_num_batched_tokens=_MAX_TOKENS),
+        observability=ObservabilityConfig(model_name="none", log_stats=load.log_stats),
+        data_parallel_size=load.data_parallel_size,
     )
 
 
-def start_core(num_seqs: int, num_steps: int, num_clients: int, log_stats: bool, device: FreeDevice) -> EngineCore:
-    """An engine core in which `num_seqs` requests decode."""
+def start_core(load: Load, device: FreeDevice) -> EngineCore:
+    """An engine core in which all requests decode."""
     capacity = KVCapacity(
-        num_blocks=num_seqs * (num_steps + _WARM_UP_STEPS + 600) // _BLOCK_SIZE,
+        num_blocks=load.num_seqs * (load.num_steps + _WARM_UP_STEPS + 600) // _BLOCK_SIZE,
         block_size=_BLOCK_SIZE,
         max_model_len=_MAX_MODEL_LEN,
         kv_cache_bytes=0,
@@ -150,12 +165,14 @@ def start_core(num_seqs: int, num_steps: int, num_clients: int, log_stats: bool,
         phases={},
         prefill_costs=tuple((256 << power, _STEP_S * (1 + 2**power) / 4) for power in range(6)),
     )
-    core = EngineCore(engine_config(num_seqs, log_stats), device, capacity)
+    core = EngineCore(engine_config(load), device, capacity)
+    for client in range(load.num_clients):
+        core.handle(Hello(client))
     generator = np.random.default_rng(0)
-    for index in range(num_seqs):
+    for index in range(load.num_seqs):
         prompt = generator.integers(10, _VOCAB_SIZE, size=64 + index % 16, dtype=np.int32)
         sampling = SamplingParams(max_tokens=_MAX_MODEL_LEN - 128, temperature=0.0)
-        request_id = make_request_id(index % num_clients, 0, index)
+        request_id = make_request_id(index % load.num_clients, 0, index)
         core.handle(AddRequest(request_id, "bench", prompt.tobytes(), sampling, 0.0))
     while core.scheduler.load.num_waiting:
         core.step()
@@ -164,14 +181,14 @@ def start_core(num_seqs: int, num_steps: int, num_clients: int, log_stats: bool,
     return core
 
 
-def run(num_seqs: int, num_steps: int, num_clients: int, preparation: str, log_stats: bool) -> dict[str, float]:
+def run(load: Load, preparation: str) -> dict[str, float]:
     """Microseconds of CPU: `step_*` of a turn of the loop, `prepare_mean` of it in the worker, `encode_mean` beside."""
-    device = FreeDevice(make_preparation(preparation, num_seqs))
-    core = start_core(num_seqs, num_steps, num_clients, log_stats, device)
+    device = FreeDevice(make_preparation(preparation, load.num_seqs))
+    core = start_core(load, device)
     encoder = msgspec.msgpack.Encoder()
     device.prepared_s = 0.0
     steps, encoding = [], []
-    for _ in range(num_steps):
+    for _ in range(load.num_steps):
         started = time.thread_time()
         outputs = core.step()
         stepped = time.thread_time()
@@ -184,7 +201,7 @@ def run(num_seqs: int, num_steps: int, num_clients: int, preparation: str, log_s
         "step_us_median": float(np.median(steps)) * 1e6,
         "step_us_mean": float(np.mean(steps)) * 1e6,
         "step_us_p99": float(np.percentile(steps, 99)) * 1e6,
-        "prepare_us_mean": device.prepared_s / num_steps * 1e6,
+        "prepare_us_mean": device.prepared_s / load.num_steps * 1e6,
         "encode_us_mean": float(np.mean(encoding)) * 1e6,
     }
 
@@ -196,12 +213,18 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=2000)
     parser.add_argument("--num-clients", type=int, default=1)
     parser.add_argument("--preparation", choices=["gpu", "cpu", "none"], default="gpu")
+    parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--disable-log-stats", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = run(
-        options.num_seqs, options.num_steps, options.num_clients, options.preparation, not options.disable_log_stats
+    load = Load(
+        options.num_seqs,
+        options.num_steps,
+        options.num_clients,
+        not options.disable_log_stats,
+        options.data_parallel_size,
     )
+    result = run(load, options.preparation)
     sys.stdout.write(json.dumps({name: round(value, 1) for name, value in result.items()}) + "\n")
 
 

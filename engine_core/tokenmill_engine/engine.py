@@ -27,6 +27,7 @@ from tokenmill_engine.messages import (
     Finish,
     FinishReason,
     Hello,
+    ReportsMissed,
     StepOutput,
 )
 from tokenmill_engine.metrics import EngineMetrics
@@ -97,6 +98,8 @@ class EngineCore:
             case ClientGone(client=client, incarnation=incarnation):
                 self._abort(self.scheduler.request_ids_of(client, incarnation), FinishReason.ABORT)
                 self._reporter.remove_listener(client, incarnation)
+            case ReportsMissed(client=client, incarnation=incarnation):
+                self._reporter.begin_anew(client, incarnation)
             case Hello(client=client, incarnation=incarnation):
                 self._reporter.add_listener(client, incarnation)
 

@@ -85,6 +85,14 @@ class ClientGone(msgspec.Struct, array_like=True, tag=True, frozen=True):
     incarnation: int
 
 
+class ReportsMissed(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """From the engine core's own outbox: this incarnation of API server `client` did not take its messages for a while
+    and was spared loads and block events; tell it anew."""
+
+    client: int
+    incarnation: int
+
+
 class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """First message of an API server, once its output socket is connected: from now on it is told the load.
 
@@ -96,7 +104,7 @@ class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     incarnation: int = 0
 
 
-ClientMessage = AddRequest | AbortRequests | ClientGone | Hello
+ClientMessage = AddRequest | AbortRequests | ClientGone | ReportsMissed | Hello
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):

@@ -50,6 +50,12 @@ class Reporter:
         """An API server wants to be told, from now on and from the beginning; its predecessor no more."""
         self._listeners[client] = _Listener(incarnation)
 
+    def begin_anew(self, client: int, incarnation: int) -> None:
+        """As `add_listener` for one that listens already; nothing for others."""
+        listener = self._listeners.get(client)
+        if listener is not None and listener.incarnation == incarnation:
+            self.add_listener(client, incarnation)
+
     def remove_listener(self, client: int, incarnation: int) -> None:
         """That incarnation of an API server is gone; if there is a successor, it stays."""
         listener = self._listeners.get(client)

@@ -1,10 +1,12 @@
-"""What a child process owes its parent: a readable title, and to end when the parent does.
+"""What a child process owes its parent: a readable title, and to end when the parent does or a thread of its own fails.
 
 Two nets, because each has a hole. The kernel's parent-death signal is instant, but is lost if the parent dies before
 `prctl`, hence the check afterwards. The control channel's end of file is certain, but needs a thread that can run.
 """
 
+import contextlib
 import ctypes
+import logging
 import os
 import select
 import shutil
@@ -22,6 +24,8 @@ import setproctitle
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _START_TIME_FIELD = 19
@@ -102,3 +106,21 @@ def exit_orphaned(run_dir: str) -> NoReturn:
     """Remove `run_dir` and end this process: the launcher is gone and cannot clean up any more."""
     shutil.rmtree(run_dir, ignore_errors=True)
     os._exit(1)
+
+
+def die_with(work: Callable[[], None]) -> None:
+    """Run a thread's work; if it fails, the process is of no use without it."""
+    try:
+        work()
+    except BaseException:
+        logger.exception("thread %s failed", threading.current_thread().name)
+        exit_at_once(1)
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End without the interpreter's orderly end, which would pull native code from under threads that are inside it."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, not there
+            stream.flush()
+    os._exit(status)

@@ -1,8 +1,8 @@
 """ZeroMQ sockets between API servers and engine cores.
 
 Every engine core binds two ROUTER sockets, which `Endpoints` names: one receives `ClientMessage`s, the other sends
-`EngineMessage`s. Every API server connects one DEALER to each of them under `ids.client_identity`. Nothing limits the
-queues (back pressure is the scheduler's business) and nothing lingers.
+`EngineMessage`s. Every API server connects one DEALER to each of them under `ids.client_identity`. Nothing
+makes a sender wait (back pressure is the scheduler's business) and nothing lingers.
 
 Between machines the sockets are TCP, and both ends speak CURVE: who binds has a secret key, who connects must know the
 public key that belongs to it, which is told to nobody else. Whoever does not know it gets no connection.
@@ -45,15 +45,22 @@ def public_key(secret_key: str) -> str:
 
 
 def bind_router(
-    context: "zmq.Context[SocketT]", endpoint: str, *, secret_key: str = "", mandatory: bool = False
+    context: "zmq.Context[SocketT]",
+    endpoint: str,
+    *,
+    secret_key: str = "",
+    mandatory: bool = False,
+    max_queued: int = 0,
 ) -> SocketT:
     """A bound ROUTER. A peer that comes back under its old identity replaces the old connection.
 
     With a `secret_key`, only peers that know its public key are let in. With `mandatory`, sending to a peer that is not
-    connected raises `zmq.ZMQError` (EHOSTUNREACH); without, the message is dropped.
+    connected raises `zmq.ZMQError` (EHOSTUNREACH); without, the message is dropped. So it is, or EAGAIN, to one for
+    which `max_queued` messages wait; 0: there is no limit.
     """
     socket = context.socket(zmq.ROUTER)
     _set_common_options(socket, endpoint)
+    socket.setsockopt(zmq.SNDHWM, max_queued)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if mandatory:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

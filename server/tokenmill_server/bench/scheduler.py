@@ -28,6 +28,7 @@ class SchedulerBench:
     num_seqs: int
     num_steps: int
     num_clients: int
+    data_parallel_size: int
     preparation: str
     log_stats: bool
     output_json: Path | None
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-seqs", type=positive, default=256, metavar="N", help="running requests")
     add("--num-steps", type=positive, default=2000, metavar="N")
     add("--num-clients", type=positive, default=1, metavar="N", help="API servers that the outputs are for")
+    add("--data-parallel-size", type=positive, default=1, metavar="N", help="above 1: with block events")
     add("--preparation", choices=["gpu", "cpu", "none"], default="gpu", help="what a worker's host does for a step")
     add("--disable-log-stats", action="store_true", help="without metrics")
     add("--output-json", type=Path, metavar="FILE")
@@ -50,6 +52,7 @@ def bench_of(options: argparse.Namespace) -> SchedulerBench:
         num_seqs=options.num_seqs,
         num_steps=options.num_steps,
         num_clients=options.num_clients,
+        data_parallel_size=options.data_parallel_size,
         preparation=options.preparation,
         log_stats=not options.disable_log_stats,
         output_json=options.output_json,
@@ -65,7 +68,8 @@ def run(bench: SchedulerBench) -> int:
     """
     command = [sys.executable, "-m", _MODULE]
     command += ["--num-seqs", str(bench.num_seqs), "--num-steps", str(bench.num_steps)]
-    command += ["--num-clients", str(bench.num_clients), "--preparation", bench.preparation]
+    command += ["--num-clients", str(bench.num_clients), "--data-parallel-size", str(bench.data_parallel_size)]
+    command += ["--preparation", bench.preparation]
     command += [] if bench.log_stats else ["--disable-log-stats"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:

@@ -158,6 +158,17 @@ class TestBlocks:
             mirror.take(outputs)
             assert mirror.names == {short_name(NAMES[0])}
 
+    def test_who_missed_reports_begins_anew_and_nobody_else_does(self) -> None:
+        journal = BlockJournal()
+        reporter = Reporter(0, BlockPool(2, journal), journal)
+        reporter.add_listener(0, 7)
+        greeting = report(reporter, IDLE)
+        for client, incarnation in ((0, 6), (1, 7)):
+            reporter.begin_anew(client, incarnation)
+            assert report(reporter, IDLE) == []
+        reporter.begin_anew(0, 7)
+        assert report(reporter, IDLE) == greeting
+
     def test_the_loads_of_a_greeting_come_before_its_snapshot(self) -> None:
         journal = BlockJournal()
         reporter = Reporter(0, BlockPool(2, journal), journal)

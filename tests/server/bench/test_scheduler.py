@@ -16,6 +16,7 @@ TIMES = {"step_us_median", "step_us_mean", "step_us_p99", "prepare_us_mean", "en
 def test_it_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str], preparation: str) -> None:
     path = tmp_path / "out.json"
     arguments = ["--num-seqs", "300", "--num-steps", "40", "--num-clients", "3", "--preparation", preparation]
+    arguments += ["--data-parallel-size", "2"]
     assert cli.main(["scheduler", *arguments, "--output-json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result.keys() == TIMES | {"num_seqs", "preparation"}
