@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Metric, PlatformCollector
 
 from tokenmill_engine.metric_files import ProcessCollector, ProcessFacts
-from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics
+from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics, LauncherMetrics
 from tokenmill_server.flags.flag import Arity, Flag, Group
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
@@ -56,15 +56,21 @@ def _flag_meaning(flag: Flag) -> str:
 def metrics_page() -> Iterator[str]:
     """Chunks of docs/metrics.md."""
     yield (DOCS / "metrics.head.md").read_text()
-    engine, frontend = CollectorRegistry(), CollectorRegistry()
+    engine, frontend, launcher = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     metrics = EngineMetrics("m", 0, 8192, registry=engine)
     metrics.set_startup({"load": 0.0})
     metrics.set_cache_config({})
     FrontendMetrics("m", 1, 8192, registry=frontend).observe_http("/health", "GET", 200, 0.0)
+    LauncherMetrics("m", [0], registry=launcher)
     processes = CollectorRegistry()
     processes.register(ProcessCollector(lambda: [ProcessFacts("launcher", 0, 0, 0.0, 0.0, 0, 0)]))
     PlatformCollector(processes)
-    sections = {"From the engine cores": engine, "From the API servers": frontend, "Of the processes": processes}
+    sections = {
+        "From the engine cores": engine,
+        "From the API servers": frontend,
+        "From the launcher": launcher,
+        "Of the processes": processes,
+    }
     for title, registry in sections.items():
         yield f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
         for metric in registry.collect():

@@ -1,6 +1,7 @@
 """Every Prometheus series of the product, by name. Torch-free.
 
-Engine cores write what only they know (`EngineMetrics`), API servers what only they see (`FrontendMetrics`). With
+Engine cores write what only they know (`EngineMetrics`), API servers what only they see (`FrontendMetrics`), the
+launcher who is there (`LauncherMetrics`). With
 `PROMETHEUS_MULTIPROC_DIR` set before the first import, values live in one memory-mapped file per process; they
 outlive it, and any API server can answer for all (`metric_files`). Counters and histograms add up over processes;
 a gauge has exactly one writer, its engine core, and ends with it.
@@ -61,7 +62,7 @@ def _prefixes(namespaces: Iterable[str]) -> list[str]:
     return [f"{namespace}:" for namespace in namespaces]
 
 
-def _reserve_files(num_engines: int, num_namespaces: int) -> None:
+def _reserve_files(num_engines: int, num_namespaces: int, *, histograms: bool = True) -> None:
     """Takes the space of this process's files before prometheus-client maps them; it would take it only when written.
 
     Raises:
@@ -74,6 +75,8 @@ def _reserve_files(num_engines: int, num_namespaces: int) -> None:
         "gauge_mostrecent": _FEW_SERIES_BYTES,
         "histogram": max(_HISTOGRAM_BYTES, num_engines * num_namespaces * _HISTOGRAM_BYTES // 8),
     }
+    if not histograms:
+        del sizes["histogram"]
     for kind, size in sizes.items():
         reserve(os.path.join(os.environ["PROMETHEUS_MULTIPROC_DIR"], f"{kind}_{os.getpid()}.db"), size)
 
@@ -277,3 +280,27 @@ class FrontendMetrics:
         """One finished HTTP request; `handler` is the route's path template, `none` for unknown paths."""
         self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self._http_duration.labels(handler, method).observe(duration_s)
+
+
+class LauncherMetrics:
+    """What only the parent of engine cores knows of them. Lists are in the order of engines; their label is the rank.
+    Written by the launcher alone."""
+
+    def __init__(
+        self,
+        model_name: str,
+        ranks: Sequence[int],
+        namespaces: Sequence[str] = ("tokenmill",),
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        _reserve_files(len(ranks), len(namespaces), histograms=False)
+        registry = registry or CollectorRegistry()
+        build = SeriesBuilder(_prefixes(namespaces), {"model_name": model_name}, registry)
+        engines = [{"engine": str(rank)} for rank in ranks]
+        self.engine_up = build.gauges("engine_up", "1 if the engine core is there, stalled or not, else 0.", engines)
+        self.engine_stalled = build.gauges(
+            "engine_stalled", "1 while the engine core has work but finishes no step, else 0.", engines
+        )
+        self.engine_restarts = build.counters(
+            "engine_restarts_total", "How often the engine core was lost and served again.", engines
+        )

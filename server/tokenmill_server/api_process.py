@@ -29,8 +29,12 @@ from tokenmill_engine.ipc.control import (
     Drained,
     EngineBack,
     EngineLost,
+    EngineRecovered,
     EnginesReady,
+    EngineStalled,
     Listening,
+    Ping,
+    Pulse,
     Serving,
     StartFailed,
     ToApiServer,
@@ -174,6 +178,8 @@ class ApiServer:
                     self._begin(self._on_ready(ready))
                 case EngineLost() as lost:
                     self._on_engine_lost(lost)
+                case EngineStalled() | EngineRecovered() as change:
+                    self._on_stall(change)
                 case EngineBack(engine=engine):
                     self._begin(self._connect(engine))
                 case Drain() if self._drains:
@@ -191,7 +197,10 @@ class ApiServer:
     def _receive(self) -> None:
         try:
             for message in self._channel.receive_available():
-                self._events.put_nowait(message)
+                if isinstance(message, Ping):
+                    self._channel.send(Pulse())
+                else:
+                    self._events.put_nowait(message)
         except ChannelClosedError:
             exit_orphaned(self._start.run_dir)
 
@@ -200,6 +209,8 @@ class ApiServer:
             self._on_engine_lost(lost)
         for engine in ready.engines:
             await self._connect(engine)
+        for stalled in ready.stalled:
+            self._on_stall(stalled)
         if self._context.readiness.phase is not Phase.DEAD:
             self._channel.send(Serving())
         return False
@@ -220,6 +231,11 @@ class ApiServer:
         """Whoever waits for it is told so now."""
         self._context.readiness.engine_lost(lost)
         self._context.generator.engine_lost(lost)
+
+    def _on_stall(self, change: EngineStalled | EngineRecovered) -> None:
+        """What is open there goes on waiting: the launcher ends an engine core that is stalled for too long."""
+        self._context.readiness.engine_stalls(change)
+        self._context.generator.engine_stalls(change)
 
     async def _drain(self, server: HttpServer, timeout_s: float) -> bool:
         context = self._context

@@ -77,9 +77,20 @@ class DataParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultConfig:
+    """What a launcher does about engine cores that die or hang."""
+
+    max_engine_restarts: int = 0
+    """How often each is started again before it stays away."""
+    engine_stall_timeout_s: float = 0.0
+    """How long one may have work and finish no step until it counts as stalled; 0: for ever."""
+
+
+@dataclass(frozen=True, slots=True)
 class Configuration:
     """What the processes of one server (or one `LLM`) are started with."""
 
     engine: EngineConfig
     server: ServerConfig
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)

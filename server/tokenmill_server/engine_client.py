@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from tokenmill_engine.errors import EngineDeadError, EngineUnavailableError
-from tokenmill_engine.ipc.control import EngineLost
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
 from tokenmill_engine.ipc.sockets import connect_dealer
 from tokenmill_engine.messages import (
@@ -98,6 +98,11 @@ class EngineClient:
         self.balancer.lost(lost.engine)
         if lost.engine in self._links:
             self._close_link(lost.engine)
+
+    def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
+        """A stalled engine gets no new requests while others are not stalled, until it recovers."""
+        if change.engine in self._links:
+            self.balancer.set_stalled(change.engine, isinstance(change, EngineStalled))
 
     def close(self) -> None:
         """Closes the sockets. Engines hear nothing of it: abort open requests before."""

@@ -7,51 +7,65 @@ processes.
 import msgspec
 import zmq
 
-from tokenmill_engine.ipc.control import EngineLost
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EnginesReady, EngineStalled
 from tokenmill_engine.ipc.ids import LAUNCHER_IDENTITY
 from tokenmill_engine.ipc.sockets import connect_dealer
 from tokenmill_engine.messages import ClientGone, EngineReady
 
-EngineUpdate = EngineReady | EngineLost
-"""A rank serves from now on, or is lost."""
+EngineUpdate = EngineReady | EngineLost | EngineStalled | EngineRecovered
+"""An engine core serves from now on, is gone, gets nothing done, or does again."""
 
 
 class EngineTable:
-    """The latest update of every rank. A rank without one is starting for the first time."""
+    """The latest state of every engine core. One without any is starting for the first time."""
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
-        self._updates: dict[int, EngineUpdate] = {}
+        self._states: dict[int, EngineReady | EngineLost] = {}
+        self._stalled: dict[int, EngineStalled] = {}
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._inputs: dict[int, zmq.Socket[bytes]] = {}
 
     def apply(self, update: EngineUpdate) -> None:
         """Takes note of an update."""
-        self._updates[update.engine] = update
-        socket = self._inputs.pop(update.engine, None)
-        if socket is not None:
-            socket.close()
+        self._stalled.pop(update.engine, None)
+        match update:
+            case EngineStalled():
+                self._stalled[update.engine] = update
+            case EngineReady() | EngineLost():
+                self._states[update.engine] = update
+                socket = self._inputs.pop(update.engine, None)
+                if socket is not None:
+                    socket.close()
 
     @property
     def ready(self) -> list[EngineReady]:
         """The engine cores that serve, in the order of their ranks."""
-        return [update for _, update in sorted(self._updates.items()) if isinstance(update, EngineReady)]
+        return [state for _, state in sorted(self._states.items()) if isinstance(state, EngineReady)]
 
     @property
     def lost(self) -> list[EngineLost]:
         """Those that are gone, for now or for good, in the order of their ranks."""
-        return [update for _, update in sorted(self._updates.items()) if isinstance(update, EngineLost)]
+        return [state for _, state in sorted(self._states.items()) if isinstance(state, EngineLost)]
+
+    @property
+    def introduction(self) -> EnginesReady:
+        """What an API server that knows of no engine core is told."""
+        return EnginesReady(self.ready, self.lost, list(self._stalled.values()))
 
     @property
     def is_settled(self) -> bool:
         """Whether some serve and no other is still to come."""
-        gone = sum(not update.restarts for update in self.lost)
-        return bool(self.ready) and len(self.ready) + gone == self._num_engines
+        return bool(self.ready) and len(self.ready) + self._num_gone == self._num_engines
 
     @property
     def is_hopeless(self) -> bool:
         """Whether every rank is gone for good."""
-        return sum(not update.restarts for update in self.lost) == self._num_engines
+        return self._num_gone == self._num_engines
+
+    @property
+    def _num_gone(self) -> int:
+        return sum(not lost.restarts for lost in self.lost)
 
     def client_gone(self, client: int, incarnation: int) -> None:
         """Tells every engine core that this incarnation of API server `client` died, so that its requests end."""

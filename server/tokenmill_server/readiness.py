@@ -1,9 +1,11 @@
 """Whether this API server takes work: one state, why, and which engine cores are missing."""
 
 import enum
+import time
+from dataclasses import dataclass
 
 from tokenmill_engine.errors import EngineDeadError, EngineStartingError
-from tokenmill_engine.ipc.control import EngineLost
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
 from tokenmill_server.errors import ShuttingDownError
 
 
@@ -32,6 +34,16 @@ _REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFault:
+    """Why an engine core is not in rotation."""
+
+    engine: int
+    status: str
+    """restarting, dead or stalled."""
+    reason: str
+
+
 class Readiness:
     """The phase and the sentence that explains it to clients."""
 
@@ -40,8 +52,9 @@ class Readiness:
         self.reason = _REASONS[Phase.STARTING]
         self._num_engines = num_engines
         self._joined: set[int] = set()
-        self.lost: dict[int, EngineLost] = {}
-        """By engine core; those that serve again are not there any more."""
+        self._lost: dict[int, EngineLost] = {}
+        """Those that serve again are not there any more."""
+        self._stalled: dict[int, EngineStalled] = {}
 
     def move(self, phase: Phase, reason: str | None = None) -> None:
         """Enters `phase`. Raises ValueError for a move that the life of a server does not have."""
@@ -53,21 +66,46 @@ class Readiness:
     def engine_joined(self, engine: int) -> None:
         """This API server can send requests to `engine`."""
         self._joined.add(engine)
-        self.lost.pop(engine, None)
+        self._lost.pop(engine, None)
         if self.phase is Phase.STARTING:
             self.move(Phase.READY)
 
     def engine_lost(self, lost: EngineLost) -> None:
         """An engine core is gone. Without any, nothing is taken; without hope for any, nothing ever will be."""
         self._joined.discard(lost.engine)
-        self.lost[lost.engine] = lost
+        self._stalled.pop(lost.engine, None)
+        self._lost[lost.engine] = lost
         if self.phase is Phase.DEAD:
             return
-        if len(self.lost) == self._num_engines and not any(each.restarts for each in self.lost.values()):
+        if len(self._lost) == self._num_engines and not any(each.restarts for each in self._lost.values()):
             self.move(Phase.DEAD, lost.message)
         elif not self._joined and self.phase in (Phase.STARTING, Phase.READY):
             self.phase = Phase.STARTING
             self.reason = f"{lost.message}; it is being restarted"
+
+    def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
+        """An engine core gets nothing done, or does again. Requests are taken all the same."""
+        if isinstance(change, EngineRecovered):
+            self._stalled.pop(change.engine, None)
+        elif change.engine in self._joined:
+            self._stalled[change.engine] = change
+
+    @property
+    def engine_faults(self) -> list[EngineFault]:
+        """The engine cores that are not in rotation, in their order."""
+        faults = [
+            EngineFault(lost.engine, "restarting" if lost.restarts else "dead", lost.message)
+            for lost in self._lost.values()
+        ]
+        for stalled in self._stalled.values():
+            reason = f"it has work but finished no step for {time.time() - stalled.since:.0f} s"
+            faults.append(EngineFault(stalled.engine, "stalled", reason))
+        return sorted(faults, key=lambda fault: fault.engine)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests are taken, but by engine cores that get nothing done."""
+        return self.phase is Phase.READY and self._joined == self._stalled.keys()
 
     def check(self) -> None:
         """Raises the error that a request for inference gets now, if any."""

@@ -2,10 +2,12 @@
 of HTTP.
 
 A rank that dies is started again, unless it does so too often: each time it served for less than `_FORGIVEN_AFTER_S`
-counts, and after more than `max_restarts` of those it stays away.
+counts, and after more than `max_engine_restarts` of those it stays away. One that hangs is killed, which is a death.
 """
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +16,22 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_engine.ipc.control import EngineLost, EngineStart, FromEngine, StartFailed
+from tokenmill_engine.ipc.control import (
+    EngineLost,
+    EngineRecovered,
+    EngineStalled,
+    EngineStart,
+    FromEngine,
+    Pulse,
+    StartFailed,
+)
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import Endpoints, EngineReady
 from tokenmill_server.children import describe_exit, stop_children
+from tokenmill_server.config import FaultConfig
 from tokenmill_server.engine_table import EngineUpdate
+from tokenmill_server.liveness import Liveness
+from tokenmill_server.stalls import StallDetector
 from tokenmill_server.watcher import Exited, Said, Watcher
 
 logger = logging.getLogger(__name__)
@@ -64,6 +77,8 @@ class EngineSupervisor:
         self._ranks: dict[int, _Rank] = {}
         self._config: EngineConfig | None = None
         self._max_restarts = 0
+        self._liveness = Liveness()
+        self._stalls = StallDetector(0.0)
 
     def spawn(self, num_engines: int, device: str, environment: Mapping[str, str], first_rank: int = 0) -> None:
         """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured.
@@ -74,10 +89,13 @@ class EngineSupervisor:
             self._ranks[rank.number] = rank
             self._spawn(rank)
 
-    def configure(self, config: EngineConfig, max_restarts: int = 0) -> None:
-        """Tells every engine core what to be; they load in parallel. `spawn` started as many as `config` says."""
+    def configure(self, config: EngineConfig, faults: FaultConfig | None = None) -> None:
+        """Tells every engine core what to be; they load in parallel. `spawn` started as many as `config` says. Without
+        `faults` nothing is restarted, and who calls this does not `tick`."""
         self._config = config
-        self._max_restarts = max_restarts
+        if faults is not None:
+            self._max_restarts = faults.max_engine_restarts
+            self._stalls = StallDetector(faults.engine_stall_timeout_s)
         for rank in self._ranks.values():
             self._configure(rank, config, self._began)
 
@@ -91,7 +109,12 @@ class EngineSupervisor:
         match event:
             case Said(message=EngineReady() as ready):
                 rank.ready_since = time.monotonic()
+                self._liveness.expect_answers(event.key)
                 return ready
+            case Said(message=Pulse() as pulse):
+                self._liveness.answered(event.key)
+                if self._stalls.heard(rank.number, pulse, self._liveness.now):
+                    return EngineRecovered(rank.number, rank.incarnation)
             case Said(message=StartFailed(message=message)):
                 if rank.incarnation == 0:
                     raise StartupError(message)
@@ -100,20 +123,27 @@ class EngineSupervisor:
                 return self._ended(rank, returncode)
         return None
 
-    def restart_due(self) -> None:
-        """Starts the engine cores again whose time has come."""
+    def tick(self) -> list[EngineUpdate]:
+        """To be called when `next_tick` has come, or more often: starts the engine cores again whose time it is, and
+        looks for those that hang. Returns what changes for others."""
         for rank in self._ranks.values():
             if rank.restart_at is not None and rank.restart_at <= time.monotonic():
-                assert self._config is not None
-                rank.restart_at = None
-                rank.incarnation += 1
-                self._spawn(rank)
-                self._configure(rank, self._config, time.monotonic())
+                self._restart(rank)
+        for (_, number), fault in self._liveness.look():
+            self._kill(self._ranks[number], fault)
+        now = self._liveness.now
+        for number in self._stalls.hopeless(now):
+            self._kill(self._ranks[number], f"had work but finished no step for {2 * self._stalls.timeout_s:g} s")
+        return [
+            EngineStalled(number, self._ranks[number].incarnation, since)
+            for number, since in self._stalls.newly_stalled(now)
+        ]
 
     @property
-    def next_restart(self) -> float | None:
-        """When `restart_due` has something to do next, on the monotonic clock."""
-        return min((rank.restart_at for rank in self._ranks.values() if rank.restart_at is not None), default=None)
+    def next_tick(self) -> float:
+        """When `tick` has something to do next, on the monotonic clock."""
+        restarts = (rank.restart_at for rank in self._ranks.values() if rank.restart_at is not None)
+        return min((self._liveness.next_look, *restarts))
 
     def end_restarts(self) -> None:
         """From now on nothing is started again."""
@@ -128,6 +158,19 @@ class EngineSupervisor:
         for rank in self._ranks.values():
             rank.child = None
 
+    def _restart(self, rank: _Rank) -> None:
+        assert self._config is not None
+        rank.restart_at = None
+        rank.incarnation += 1
+        self._spawn(rank)
+        self._configure(rank, self._config, time.monotonic())
+
+    def _kill(self, rank: _Rank, fault: str) -> None:
+        """Ends an engine core that hangs; its end is noticed like any other."""
+        if rank.child is not None and rank.failure is None:
+            rank.failure = f"{self._name(rank)} {fault} and was killed"
+            os.killpg(rank.child.process.pid, signal.SIGKILL)
+
     def _spawn(self, rank: _Rank) -> None:
         child: ChildProcess[FromEngine] = spawn_child(
             _ENGINE_MODULE,
@@ -139,6 +182,7 @@ class EngineSupervisor:
         rank.ready_since = None
         rank.failure = None
         self._watcher.add(("engine", rank.number), child)
+        self._liveness.watch(("engine", rank.number), child)
 
     def _configure(self, rank: _Rank, config: EngineConfig, began: float) -> None:
         bind = self._bind(rank.number, rank.incarnation)
@@ -151,9 +195,11 @@ class EngineSupervisor:
 
     def _ended(self, rank: _Rank, returncode: int) -> EngineLost:
         rank.child = None
+        self._liveness.forget(("engine", rank.number))
+        self._stalls.forget(rank.number)
         served_since, now = rank.ready_since, time.monotonic()
         moment = "" if served_since is not None else " while it was starting"
-        reason = rank.failure or f"engine core {rank.number} {describe_exit(returncode)}{moment}"
+        reason = rank.failure or f"{self._name(rank)} {describe_exit(returncode)}{moment}"
         if served_since is None and rank.incarnation == 0:
             raise StartupError(reason)
         if served_since is not None and now - served_since >= _FORGIVEN_AFTER_S:
@@ -163,6 +209,9 @@ class EngineSupervisor:
         if restarts:
             rank.restart_at = now + _backoff_s(rank.num_deaths)
         return EngineLost(rank.number, rank.incarnation, reason, restarts)
+
+    def _name(self, rank: _Rank) -> str:
+        return f"engine core {rank.number if self._config is None else self._config.rank_of(rank.number)}"
 
 
 def _backoff_s(num_deaths: int) -> float:

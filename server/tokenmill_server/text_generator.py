@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokenmill_engine.errors import EngineDeadError, EngineError, TokenmillError
-from tokenmill_engine.ipc.control import EngineLost
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.messages import (
     AddRequest,
     EngineReady,
@@ -120,6 +120,10 @@ class TextGenerator:
         choices = [choice for choice in self._choices.values() if choice.generation.engine == lost.engine]
         for generation in {id(choice.generation): choice.generation for choice in choices}.values():
             self.fail(generation, EngineDeadError(lost.message))
+
+    def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
+        """New requests go elsewhere while an engine is stalled, if anywhere."""
+        self._client.engine_stalls(change)
 
     def fail_all(self, error: TokenmillError) -> None:
         """Ends everything that is open with `error`."""

@@ -34,6 +34,7 @@ class Exited:
 
     key: ChildKey
     returncode: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Watcher:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         child.channel.close()
-        return Exited(key, child.process.wait())
+        return Exited(key, child.process.wait(), child.process.pid)
 
     def close(self) -> None:
         """Stops watching and closes our ends of the channels, which tells children that still run to end."""

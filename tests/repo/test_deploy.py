@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics
+from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics, LauncherMetrics
 from tokenmill_server.flags.table import FLAGS
 
 REPO = Path(__file__).parents[2]
@@ -26,6 +26,7 @@ def series() -> set[str]:
     engine = EngineMetrics("m", 0, 8192, registry=registry)
     engine.set_cache_config({"block_size": 16})
     FrontendMetrics("m", 1, 8192, registry=registry).observe_http("/health", "GET", 200, 0.1)
+    LauncherMetrics("m", [0], registry=registry)
     return {sample.name for metric in registry.collect() for sample in metric.samples}
 
 
@@ -69,7 +70,7 @@ def test_alerts_use_only_series_that_exist(series: set[str]) -> None:
     rules = load("deploy/prometheus/alerts.yml")["groups"][0]["rules"]
     used = {name for rule in rules for name in METRIC.findall(rule["expr"])}
     assert used - series == set()
-    assert len(used) == 7
+    assert len(used) == 8
 
 
 def test_prometheus_accepts_its_configuration() -> None:

@@ -7,7 +7,17 @@ import sys
 import time
 
 from tests.support.scripted_child import begin, note
-from tokenmill_engine.ipc.control import Drain, Drained, EngineLost, EnginesReady, Listening, Serving, ToApiServer
+from tokenmill_engine.ipc.control import (
+    Drain,
+    Drained,
+    EngineLost,
+    EnginesReady,
+    Listening,
+    Ping,
+    Pulse,
+    Serving,
+    ToApiServer,
+)
 from tokenmill_server.control import ApiServerStart
 
 
@@ -23,14 +33,17 @@ def main() -> None:
     channel.send(Listening())
     while True:
         message = channel.receive()
+        if isinstance(message, Ping):
+            channel.send(Pulse())
+            continue
         note(f"{name} hears {type(message).__name__}")
         match message:
             case EnginesReady() if behaviour == "crash":
                 sys.exit(4)
             case EnginesReady():
                 channel.send(Serving())
-            case EngineLost(message=reason):
-                note(reason)
+            case EngineLost(message=reason, restarts=restarts):
+                note(f"{reason} (restarts: {restarts})")
             case Drain() if behaviour == "patient":
                 behaviour = "serve"
             case Drain(timeout_s=timeout_s) if behaviour != "stubborn":

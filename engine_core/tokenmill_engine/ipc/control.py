@@ -40,6 +40,22 @@ class EngineLost(msgspec.Struct, tag=True, frozen=True):
     """Whether another incarnation of it is about to start; `EngineBack` tells when it is there."""
 
 
+class EngineStalled(msgspec.Struct, tag=True, frozen=True):
+    """To every API server: this engine core has work, but has got nothing done for long. It may yet."""
+
+    engine: int
+    incarnation: int
+    since: float
+    """Unix time of its last sign of progress."""
+
+
+class EngineRecovered(msgspec.Struct, tag=True, frozen=True):
+    """To every API server: a stalled engine core gets work done again."""
+
+    engine: int
+    incarnation: int
+
+
 class EngineBack(msgspec.Struct, tag=True, frozen=True):
     """To every API server: a lost engine core was restarted and serves again."""
 
@@ -51,6 +67,21 @@ class EnginesReady(msgspec.Struct, tag=True, frozen=True):
 
     engines: list[EngineReady]
     lost: list[EngineLost] = []
+    stalled: list[EngineStalled] = []
+    """Those of `engines` that are."""
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """To a child that is ready: answer with a Pulse at once, from where nothing that takes long is done."""
+
+
+class Pulse(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a Ping: whoever gives it is alive. An engine core also tells what it gets done."""
+
+    num_turns: int = 0
+    """Turns of the busy loop since the start; a step is one."""
+    has_work: bool = False
+    """Whether the current turn has to end for somebody who waits."""
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
@@ -75,7 +106,7 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
     """HTTP requests that were not finished in time."""
 
 
-EngineControl = EngineStart
-FromEngine = EngineReady | StartFailed
-ToApiServer = EnginesReady | EngineLost | EngineBack | Drain
-FromApiServer = Listening | Serving | Drained | StartFailed
+EngineControl = EngineStart | Ping
+FromEngine = EngineReady | Pulse | StartFailed
+ToApiServer = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | Ping | Drain
+FromApiServer = Listening | Serving | Pulse | Drained | StartFailed

@@ -20,7 +20,7 @@ from tokenmill_engine.config.engine import (
 from tokenmill_engine.config.hf_folder import read_generation_defaults
 from tokenmill_engine.config.model_files import ModelFiles, check_weights, resolve_model
 from tokenmill_engine.errors import ConfigError, StartupError
-from tokenmill_server.config import Configuration, DataParallelConfig, LoadBalancing, ServerConfig
+from tokenmill_server.config import Configuration, DataParallelConfig, FaultConfig, LoadBalancing, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
 from tokenmill_server.flags.table import FLAGS
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 _LARGE_DEVICE_BYTES = 70 * _GIB
 _SHORTEST_STEP_MS = 1.0
+_RESTARTS = 3
+_STALL_TIMEOUT_S = {"cuda": 60.0, "cpu": 300.0}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -68,7 +70,8 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
         data_parallel_first_rank=parallel.served_ranks.start,
     )
     api_servers = _api_servers(values, device, parallel, offline=offline)
-    return Configuration(engine, _server_config(values, files, names, api_servers), parallel)
+    server = _server_config(values, files, names, api_servers)
+    return Configuration(engine, server, parallel, _fault_config(values, device, len(parallel.served_ranks)))
 
 
 def _api_servers(values: FlagValues, device: DeviceInfo, parallel: DataParallelConfig, *, offline: bool) -> int:
@@ -246,6 +249,16 @@ def _server_config(
             default_sampling=_default_sampling(values, files),
             log_level=values["log_level"],
         )
+    )
+
+
+def _fault_config(values: FlagValues, device: DeviceInfo, num_engines: int) -> FaultConfig:
+    """A server with one engine core ends with it: whoever watches the server starts it again. A step on a CPU may take
+    minutes, one on a GPU only while kernels are compiled."""
+    restarts, timeout_s = values["max_engine_restarts"], values["engine_stall_timeout"]
+    return FaultConfig(
+        max_engine_restarts=(_RESTARTS if num_engines > 1 else 0) if restarts is None else restarts,
+        engine_stall_timeout_s=_STALL_TIMEOUT_S[device.kind] if timeout_s is None else timeout_s,
     )
 
 

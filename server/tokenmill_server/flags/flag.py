@@ -13,6 +13,7 @@ class Group(StrEnum):
     MODEL = "Model"
     FRONTEND = "Frontend"
     PARALLEL = "Parallel"
+    FAULTS = "Faults"
     CACHE = "Cache"
     SCHEDULER = "Scheduler"
     DEVICE = "Device"

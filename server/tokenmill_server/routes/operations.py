@@ -21,11 +21,22 @@ _RETRY_AFTER_S = "1"
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are taken, else 503 and why not."""
-    readiness = context_of(request).readiness
-    if readiness.phase is Phase.READY:
-        return json_reply({"status": readiness.phase})
-    response = json_reply({"status": readiness.phase, "reason": readiness.reason}, {"retry-after": _RETRY_AFTER_S})
+    """200 while some engine core takes requests and gets them done, else 503 and why not; with the engine cores that
+    are not in rotation, by their ranks."""
+    context = context_of(request)
+    readiness = context.readiness
+    faults = [
+        {"engine": context.engine_config.rank_of(fault.engine), "status": fault.status, "reason": fault.reason}
+        for fault in readiness.engine_faults
+    ]
+    engines = {"engines": faults} if faults else {}
+    if readiness.phase is Phase.READY and not readiness.is_stalled:
+        return json_reply({"status": readiness.phase, **engines})
+    if readiness.is_stalled:
+        status, reason = "stalled", "no engine core gets its work done"
+    else:
+        status, reason = readiness.phase, readiness.reason
+    response = json_reply({"status": status, "reason": reason, **engines}, {"retry-after": _RETRY_AFTER_S})
     response.status_code = 503
     return response
 

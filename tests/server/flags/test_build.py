@@ -12,7 +12,7 @@ from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.engine import DeviceKind
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import ConfigError, StartupError
-from tokenmill_server.config import Configuration, LoadBalancing
+from tokenmill_server.config import Configuration, FaultConfig, LoadBalancing
 from tokenmill_server.flags import build
 from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
@@ -29,7 +29,11 @@ def configure(*arguments: str, offline: bool = False, **environment: str) -> Con
 
 def field(configuration: Configuration, destination: str) -> Any:
     section, _, name = destination.partition(".")
-    owners = {"server": configuration.server, "data_parallel": configuration.data_parallel}
+    owners = {
+        "server": configuration.server,
+        "data_parallel": configuration.data_parallel,
+        "faults": configuration.faults,
+    }
     owner: Any = owners.get(section, configuration.engine)
     if section not in (*owners, "engine"):
         owner = getattr(owner, section)
@@ -46,6 +50,7 @@ def test_defaults() -> None:
     assert (server.host, server.port, server.api_server_count) == ("127.0.0.1", 8000, 1)
     assert server.served_model_names == ("SmolLM2-135M-Instruct",)
     assert server.shutdown_timeout_s == 30
+    assert configuration.faults == FaultConfig(max_engine_restarts=0, engine_stall_timeout_s=300.0)
 
 
 CASES = [
@@ -75,6 +80,9 @@ CASES = [
     (["-dpa", "10.0.0.1"], "data_parallel.address", "10.0.0.1"),
     (["-dpp", "5"], "data_parallel.rpc_port", 5),
     (["--data-parallel-token", "s"], "data_parallel.token", "s"),
+    (["--max-engine-restarts", "1"], "faults.max_engine_restarts", 1),
+    (["-dp", "2"], "faults.max_engine_restarts", 3),
+    (["--engine-stall-timeout", "12.5"], "faults.engine_stall_timeout_s", 12.5),
     (["--block-size", "32"], "cache.block_size", 32),
     (["--gpu-memory-utilization", "0.5"], "cache.gpu_memory_utilization", 0.5),
     (["--kv-cache-memory-bytes", "1G"], "cache.kv_cache_memory_bytes", GIB),

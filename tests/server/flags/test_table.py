@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tokenmill_engine.config import engine as engine_config
-from tokenmill_server.config import DataParallelConfig, ServerConfig
+from tokenmill_server.config import DataParallelConfig, FaultConfig, ServerConfig
 from tokenmill_server.flags.flag import Flag
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
@@ -20,6 +20,7 @@ SECTIONS: dict[str, Any] = {
     "observability": engine_config.ObservabilityConfig,
     "server": ServerConfig,
     "data_parallel": DataParallelConfig,
+    "faults": FaultConfig,
 }
 
 

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import logging, sys
 from tokenmill_engine.errors import TokenmillError
-from tokenmill_server import launcher, supervisor
+from tokenmill_server import api_servers, launcher, supervisor
 from tokenmill_server.flags.command_line import read_flags
 logging.basicConfig(level=logging.INFO)
-launcher._API_SERVER_MODULE = "tests.support.scripted_api_server"
+api_servers._MODULE = "tests.support.scripted_api_server"
 supervisor._ENGINE_MODULE = "tests.support.scripted_engine"
 try:
     sys.exit(launcher.serve(read_flags(sys.argv[1:])))
@@ -76,7 +76,7 @@ class Launched:
 
     def wait_for(self, pattern: str, count: int = 1) -> None:
         """Until `pattern` was written `count` times, by whomever."""
-        wait_for(lambda: len(re.findall(pattern, self.log + self.children_log)) >= count, 10, f"{pattern!r}")
+        wait_for(lambda: len(re.findall(pattern, self.log + self.children_log)) >= count, 30, f"{pattern!r}")
 
     def pid(self, name: str) -> int:
         self.wait_for(f"{name} pid")
@@ -86,7 +86,7 @@ class Launched:
 
     def wait(self, status: int) -> None:
         """Until it ends with `status`; nothing may be left then."""
-        assert self.process.wait(15) == status, self.log
+        assert self.process.wait(30) == status, self.log
         for pid in re.findall(r"pid (\d+)", self.children_log):
             assert not psutil.pid_exists(int(pid))
         assert list(self.temporary.iterdir()) == []

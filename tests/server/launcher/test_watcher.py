@@ -13,7 +13,7 @@ import pytest
 
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_server.supervisor import describe_exit, stop_children
+from tokenmill_server.children import describe_exit, stop_children
 from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
 
 
@@ -68,13 +68,13 @@ def test_messages_then_exit(watcher: Watcher, child: ChildProcess[Line]) -> None
     child.channel.send(Line("a"))
     assert collect(watcher, 2) == [Said(("echo", 3), Line("a"))] * 2
     child.channel.send(Line("exit 7"))
-    assert collect(watcher, 2) == [Said(("echo", 3), Line("last words")), Exited(("echo", 3), 7)]
+    assert collect(watcher, 2) == [Said(("echo", 3), Line("last words")), Exited(("echo", 3), 7, child.process.pid)]
     assert watcher.wait(0.05) == []
 
 
 def test_a_killed_child(watcher: Watcher, child: ChildProcess[Line]) -> None:
     child.process.kill()
-    assert collect(watcher, 1) == [Exited(("echo", 3), -9)]
+    assert collect(watcher, 1) == [Exited(("echo", 3), -9, child.process.pid)]
 
 
 def test_a_stubborn_child_is_killed(watcher: Watcher, child: ChildProcess[Line]) -> None:
@@ -82,7 +82,7 @@ def test_a_stubborn_child_is_killed(watcher: Watcher, child: ChildProcess[Line])
     collect(watcher, 3)
     stop_children([child])
     assert child.process.returncode == -9
-    assert collect(watcher, 1) == [Exited(("echo", 3), -9)]
+    assert collect(watcher, 1) == [Exited(("echo", 3), -9, child.process.pid)]
 
 
 def test_signals_and_their_handlers_afterwards(watcher: Watcher) -> None:

@@ -1,0 +1,159 @@
+"""The API server processes of one launcher: starts them, speaks to them, replaces those that die or hang.
+
+When the server as a whole starts, drains or ends is the launcher's business.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from tokenmill_engine.errors import EngineDeadError
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.control import FromApiServer, ToApiServer
+from tokenmill_server.children import describe_exit, stop_children
+from tokenmill_server.config import Configuration
+from tokenmill_server.control import ApiServerStart
+from tokenmill_server.liveness import Liveness
+from tokenmill_server.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "tokenmill_server.api_process"
+_MAX_DEATHS = 5
+_DEATHS_WINDOW_S = 60.0
+_NUM_INCARNATIONS = 256
+"""After so many they begin again."""
+
+
+class ApiServers:
+    """One process per slot, or none for the moment. Their keys in the watcher are `("api_server", slot)`."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        listen_fd: int,
+        run_dir: str,
+        environment: Mapping[str, str],
+        watcher: Watcher,
+    ) -> None:
+        self._configuration = configuration
+        self._listen_fd = listen_fd
+        self._run_dir = run_dir
+        self._environment = environment
+        self._watcher = watcher
+        self._children: dict[int, ChildProcess[FromApiServer]] = {}
+        self._incarnations = dict.fromkeys(range(configuration.server.api_server_count), 0)
+        self._listening: set[int] = set()
+        self._serving: set[int] = set()
+        self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
+        self._faults: dict[int, str] = {}
+        """What those did that were killed for it."""
+        self._liveness = Liveness()
+
+    @property
+    def running(self) -> set[int]:
+        """Slots with a process."""
+        return set(self._children)
+
+    @property
+    def all_serve(self) -> bool:
+        """Whether every one answers requests."""
+        return len(self._serving) == len(self._incarnations)
+
+    def is_listening(self, slot: int) -> bool:
+        """Whether it accepts connections."""
+        return slot in self._listening
+
+    def incarnation(self, slot: int) -> int:
+        """Of the process in this slot, or of the last one."""
+        return self._incarnations[slot] % _NUM_INCARNATIONS
+
+    def start(self) -> None:
+        """Starts all of them."""
+        for slot in self._incarnations:
+            self._start(slot)
+
+    def replace(self, slot: int) -> None:
+        """Starts another in the place of one that ended."""
+        self._incarnations[slot] += 1
+        self._start(slot)
+
+    def listens(self, slot: int) -> None:
+        """It says so."""
+        self._listening.add(slot)
+
+    def serves(self, slot: int) -> None:
+        """It says so; from now on it must react."""
+        self._serving.add(slot)
+        self._liveness.expect_answers(("api_server", slot))
+
+    def answered(self, slot: int) -> None:
+        """It shows that it lives."""
+        self._liveness.answered(("api_server", slot))
+
+    def ended(self, slot: int, returncode: int) -> str:
+        """Its process is gone. Returns how it ended, as the predicate of a sentence."""
+        del self._children[slot]
+        self._listening.discard(slot)
+        self._serving.discard(slot)
+        self._liveness.forget(("api_server", slot))
+        fault = self._faults.pop(slot, None)
+        return describe_exit(returncode) if fault is None else f"{fault} and was killed"
+
+    def count_death(self, reason: str) -> None:
+        """Raises EngineDeadError if too many have ended within a short time; the last one for `reason`."""
+        self._deaths.append(time.monotonic())
+        if len(self._deaths) == _MAX_DEATHS and self._deaths[-1] - self._deaths[0] < _DEATHS_WINDOW_S:
+            raise EngineDeadError(
+                f"API servers ended {_MAX_DEATHS} times in {_DEATHS_WINDOW_S:.0f} s; the last one {reason}"
+            )
+
+    @property
+    def next_tick(self) -> float:
+        """When `tick` has something to do next, on the monotonic clock."""
+        return self._liveness.next_look
+
+    def tick(self) -> None:
+        """To be called when `next_tick` has come, or more often: ends those that hang."""
+        for (_, slot), fault in self._liveness.look():
+            if slot not in self._faults:
+                self._faults[slot] = fault
+                os.killpg(self._children[slot].process.pid, signal.SIGKILL)
+
+    def send(self, slot: int, message: ApiServerStart | ToApiServer) -> None:
+        """Tells one of them, if it is still there."""
+        try:
+            self._children[slot].channel.send(message)
+        except ChannelClosedError:
+            logger.debug("API server %d is gone; its end will be noticed", slot)
+
+    def broadcast(self, message: ToApiServer) -> None:
+        """Tells all of them."""
+        for slot in self._children:
+            self.send(slot, message)
+
+    def stop(self) -> None:
+        """Ends every one and waits for it."""
+        stop_children(self._children.values())
+        self._children.clear()
+
+    def _start(self, slot: int) -> None:
+        child: ChildProcess[FromApiServer] = spawn_child(
+            _MODULE, FromApiServer, pass_fds=(self._listen_fd,), env=self._environment
+        )
+        self._children[slot] = child
+        self._watcher.add(("api_server", slot), child)
+        self._liveness.watch(("api_server", slot), child)
+        start = ApiServerStart(
+            client=slot,
+            incarnation=self.incarnation(slot),
+            run_dir=self._run_dir,
+            listen_fd=self._listen_fd,
+            server=self._configuration.server,
+            engine=self._configuration.engine,
+        )
+        self.send(slot, start)

@@ -1,0 +1,32 @@
+"""The rows of the table of flags that say what happens when an engine core dies or hangs."""
+
+import math
+
+from tokenmill_server.flags.flag import Flag, Group
+from tokenmill_server.flags.parsers import integer, number
+
+FAULTS = (
+    Flag(
+        "max-engine-restarts",
+        Group.FAULTS,
+        integer(0, 2**31 - 1),
+        None,
+        "How often each engine core is started again after it died or hung; one that has served for 10 minutes since "
+        "may fail as often again. The server ends when all are gone for good. Default: 3, and 0 where there is one",
+        "faults.max_engine_restarts",
+        metavar="N",
+        offline=False,
+    ),
+    Flag(
+        "engine-stall-timeout",
+        Group.FAULTS,
+        number(0, math.inf),
+        None,
+        "Seconds an engine core may have work and finish no step. After that it counts as stalled and gets requests "
+        "only if all are; after twice as long it is killed. 0: it may take for ever. Default: 60 on a GPU, 300 on the "
+        "CPU",
+        "faults.engine_stall_timeout_s",
+        metavar="SECONDS",
+        offline=False,
+    ),
+)

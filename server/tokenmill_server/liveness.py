@@ -1,0 +1,99 @@
+"""Finds child processes that live but do not react: stopped ones, and those whose answering thread hangs.
+
+Knows nothing of what the children do. A child that is busy answers all the same; a stopped one (SIGSTOP) cannot, and
+its state tells, so it is found sooner than one that is merely slow: a machine that swaps may hold one up for long.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.child import ChildProcess
+from tokenmill_engine.ipc.control import Ping
+from tokenmill_server.watcher import ChildKey
+
+INTERVAL_S = 1.0
+"""Between two looks at every child."""
+STOPPED_S = 5.0
+"""A child that is stopped for longer is given up."""
+SILENT_S = 30.0
+"""One that does not answer for longer as well."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    child: ChildProcess[Any]
+    answers: bool = False
+    asked_at: float | None = None
+    """When the ping was sent that is not answered yet."""
+    stopped_since: float | None = None
+
+
+class Liveness:
+    """Looks at children from time to time. Its clock stands still while this process does: what was stopped together
+    with it, or slept with the machine, is not blamed for that."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds that this process has run since the beginning, as far as it looked."""
+        self._looked_at = time.monotonic()
+        self._watched: dict[ChildKey, _Watched] = {}
+
+    @property
+    def next_look(self) -> float:
+        """When to look again, on the monotonic clock."""
+        return self._looked_at + INTERVAL_S
+
+    def watch(self, key: ChildKey, child: ChildProcess[Any]) -> None:
+        """Looks at a child from now on; it need not answer yet."""
+        self._watched[key] = _Watched(child)
+
+    def expect_answers(self, key: ChildKey) -> None:
+        """The child is ready: it is pinged from now on."""
+        self._watched[key].answers = True
+
+    def answered(self, key: ChildKey) -> None:
+        """The child has said something."""
+        if key in self._watched:
+            self._watched[key].asked_at = None
+
+    def forget(self, key: ChildKey) -> None:
+        """The child is gone."""
+        self._watched.pop(key, None)
+
+    def look(self) -> list[tuple[ChildKey, str]]:
+        """Takes a look if it is time, and pings who has answered. Returns the children to be given up, each with what
+        it did, as the predicate of a sentence."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return []
+        self.now += min(now - self._looked_at, 2 * INTERVAL_S)
+        self._looked_at = now
+        return [(key, fault) for key, watched in self._watched.items() if (fault := self._look_at(watched)) is not None]
+
+    def _look_at(self, watched: _Watched) -> str | None:
+        if not _is_stopped(watched.child.process.pid):
+            watched.stopped_since = None
+        elif watched.stopped_since is None:
+            watched.stopped_since = self.now
+        elif self.now - watched.stopped_since >= STOPPED_S:
+            return f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s"
+        if watched.asked_at is not None:
+            return f"did not react for {SILENT_S:.0f} s" if self.now - watched.asked_at >= SILENT_S else None
+        if watched.answers:
+            try:
+                watched.child.channel.send(Ping())
+                watched.asked_at = self.now
+            except ChannelClosedError:
+                watched.answers = False  # its end will be noticed
+        return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
