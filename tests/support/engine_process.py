@@ -29,6 +29,7 @@ from tokenmill_engine.ipc.ids import RequestIds, client_identity
 from tokenmill_engine.ipc.sockets import connect_dealer, local_endpoints
 from tokenmill_engine.messages import (
     AddRequest,
+    BlockEvents,
     ClientMessage,
     EngineLoad,
     EngineMessage,
@@ -75,6 +76,8 @@ class EngineTalker:
         self.client = client
         self.answers: dict[int, Answer] = {}
         self.load: EngineLoad | None = None
+        self.blocks: set[int] = set()
+        """Short names of what the engine says its prefix cache holds."""
         self.num_messages = 0
         self.send(Hello(client))
 
@@ -97,6 +100,10 @@ class EngineTalker:
             return False
         message = self._decoder.decode(self._output.recv())
         self.num_messages += 1
+        if isinstance(message, BlockEvents):
+            known = set() if message.is_snapshot else self.blocks
+            self.blocks = known - _names(message.removed) | _names(message.stored)
+            return True
         self.load = message.load
         if isinstance(message, LoadReport):
             return True
@@ -130,6 +137,10 @@ class EngineTalker:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def _names(packed: bytes) -> set[int]:
+    return set(np.frombuffer(packed, "<u8").tolist())
 
 
 @dataclass

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -22,10 +23,11 @@ from tests.support.engine_process import (
     tiny_engine_config,
 )
 from tests.support.tiny_models import VOCAB_SIZE
+from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, short_name
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.control import StartFailed
-from tokenmill_engine.messages import AbortRequests, ClientGone, EngineLoad, FinishReason, SamplingParams
+from tokenmill_engine.messages import AbortRequests, AddRequest, ClientGone, EngineLoad, FinishReason, SamplingParams
 from tokenmill_engine.metric_files import render_metrics
 
 pytestmark = pytest.mark.slow
@@ -157,6 +159,39 @@ def test_sigterm_ends_a_busy_engine_quietly() -> None:
         assert "Traceback" not in engine.log.read_text()
 
 
+def test_a_failing_loop_is_the_end_of_the_process() -> None:
+    """A request that no API server of ours would send: half of a token is missing."""
+    with running_engine(tiny_engine_config()) as engine:
+        talker = EngineTalker(engine.run_dir, 0)
+        talker.send(AddRequest(1, "half", b"\x05\x00", GREEDY, time.monotonic()))
+        assert engine.child.process.wait(timeout=20) == 1
+        talker.close()
+        log = engine.log.read_text()
+        assert "Traceback" in log
+        assert re.search(r"CRITICAL .*engine core 0 is lost: .*multiple of element size", log)
+
+
+def test_with_several_ranks_clients_know_which_blocks_there_are() -> None:
+    config = dataclasses.replace(tiny_engine_config(num_blocks=8), data_parallel_size=2)
+    prompts = [[number + 3] * 50 for number in range(3)]
+    short = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    with running_engine(config) as engine:
+        first = EngineTalker(engine.run_dir, 0)
+        for prompt in prompts:
+            first.finish(first.add(prompt, short))
+        second = EngineTalker(engine.run_dir, 1)
+        hashes = [hash_full_blocks(np.array(prompt, dtype=np.int32), 16, CacheKey()) for prompt in prompts]
+        # Each took four blocks of eight and left three with names; the first one's went, their end before the others.
+        left = {short_name(each) for each in (*hashes[0][:1], *hashes[1], *hashes[2])}
+        deadline = time.monotonic() + 20
+        while not first.blocks == second.blocks == left:
+            assert time.monotonic() < deadline, (first.blocks, second.blocks, left)
+            first.poll()
+            second.poll()
+        for talker in (first, second):
+            talker.close()
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_forced_preemption_changes_nothing(asynchronous: bool) -> None:
     prompts = [[10 * number + 1, 6, 7] for number in range(6)]
@@ -237,8 +272,8 @@ class TestStart:
 
     def test_a_run_directory_that_vanishes_is_one_readable_line(self) -> None:
         with started_engine(tiny_engine_config()) as (child, run_dir, log), log.open() as stream:
-            deadline = time.monotonic() + 5
-            while not os.path.exists(os.path.join(run_dir, "engine-0.out")):
+            deadline = time.monotonic() + 30
+            while not os.path.exists(os.path.join(run_dir, "engine-0.0.out")):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             shutil.rmtree(run_dir)
