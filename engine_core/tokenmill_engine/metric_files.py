@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import psutil
-from prometheus_client import CollectorRegistry, PlatformCollector, generate_latest
+from prometheus_client import CollectorRegistry, PlatformCollector, generate_latest, values
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -44,6 +44,13 @@ def render_metrics(directory: str, launcher: int | None = None) -> bytes:
         with contextlib.suppress(FileNotFoundError):
             return generate_latest(registry)
     return generate_latest(registry)
+
+
+def write_metrics_to(directory: str) -> None:
+    """Series that this process creates from now on are kept in `directory`. For one that was started without the
+    variable PROMETHEUS_MULTIPROC_DIR, which prometheus-client looks at when it is imported."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
+    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def retire_process(directory: str, pid: int) -> None:

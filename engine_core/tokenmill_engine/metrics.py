@@ -1,10 +1,9 @@
 """Every Prometheus series of the product, by name. Torch-free.
 
 Engine cores write what only they know (`EngineMetrics`), API servers what only they see (`FrontendMetrics`), the
-launcher who is there (`LauncherMetrics`). With
-`PROMETHEUS_MULTIPROC_DIR` set before the first import, values live in one memory-mapped file per process; they
-outlive it, and any API server can answer for all (`metric_files`). Counters and histograms add up over processes;
-a gauge has exactly one writer, its engine core, and ends with it.
+launcher who is there (`LauncherMetrics`). With `PROMETHEUS_MULTIPROC_DIR` set before the first import, values live in
+one memory-mapped file per process; they outlive it, and any API server can answer for all (`metric_files`). Counters
+and histograms add up over processes; a gauge has exactly one writer, and ends with it.
 
 Names carry a prefix per configured namespace. No namespace means no series: every method is then a cheap no-op.
 """
@@ -12,8 +11,7 @@ Names carry a prefix per configured namespace. No namespace means no series: eve
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.values import ValueClass
+from prometheus_client import CollectorRegistry, Counter, Histogram, values
 
 from tokenmill_engine.ipc.files import reserve
 from tokenmill_engine.messages import EngineLoad, FinishReason
@@ -68,7 +66,7 @@ def _reserve_files(num_engines: int, num_namespaces: int, *, histograms: bool = 
     Raises:
         StartupError: there is none.
     """
-    if not getattr(ValueClass, "_multiprocess", False):
+    if not getattr(values.ValueClass, "_multiprocess", False):
         return
     sizes = {
         "counter": _FEW_SERIES_BYTES,

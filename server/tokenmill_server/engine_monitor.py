@@ -1,7 +1,5 @@
 """Metrics that only the launcher can see to, because they are about the ends of processes."""
 
-import os
-
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.ipc.control import EngineLost, EngineStalled
 from tokenmill_engine.messages import EngineReady
@@ -9,15 +7,15 @@ from tokenmill_server.engine_table import EngineUpdate
 
 
 class EngineMonitor:
-    """One in a launcher's process, built before anything else there imports prometheus-client, which looks at the
-    environment only once."""
+    """One in a launcher's process. Engine cores should be loading by the time it is built: what it needs takes a while
+    to import."""
 
     def __init__(self, config: EngineConfig, metrics_dir: str) -> None:
         """`metrics_dir`: where all processes of the server keep their metrics."""
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
-        from tokenmill_engine.metric_files import retire_process
+        from tokenmill_engine.metric_files import retire_process, write_metrics_to
         from tokenmill_engine.metrics import LauncherMetrics
 
+        write_metrics_to(metrics_dir)
         self._retire_process = retire_process
         self._metrics_dir = metrics_dir
         observability = config.observability
