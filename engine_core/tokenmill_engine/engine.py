@@ -79,7 +79,7 @@ class EngineCore:
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._outbox: list[Output] = []
-        self._reporter = Reporter(engine, kv.pool, journal)
+        self._reporter = Reporter(engine, kv.pool, journal, counts_requests=self._is_balanced)
         self._recorder = _Recorder(config, capacity, config.rank_of(engine))
         logger.info("token budget: %s", self._budget.describe())
 
@@ -117,7 +117,7 @@ class EngineCore:
         self._recorder.set_load(load)
         outbox, self._outbox = self._outbox, []
         if outcome is not None:
-            outbox.extend(pack_outcome(outcome, self._engine, load).items())
+            outbox.extend(pack_outcome(outcome, self._engine, load, self._reporter.num_received).items())
         self._reporter.report(outbox, load)
         return outbox
 
@@ -130,6 +130,7 @@ class EngineCore:
         self._executor.shutdown()
 
     def _add(self, message: AddRequest) -> None:
+        self._reporter.count_request(message.request_id)
         if self.scheduler.find(message.request_id) is not None:
             logger.error("request id %d is in use already; the second one is dropped", message.request_id)
             return
@@ -144,15 +145,16 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _tell_refused(self, request_id: int, message: str) -> None:
+        client = client_of(request_id)
         output = StepOutput(
             engine=self._engine,
             request_ids=np.array([request_id], dtype="<i8").tobytes(),
             num_tokens=np.zeros(1, dtype="<i4").tobytes(),
             token_ids=b"",
-            load=self._load(),
+            load=self._reporter.load_for(client, self._load()),
             finishes=[Finish(0, FinishReason.ERROR, message=message)],
         )
-        self._outbox.append((client_of(request_id), output))
+        self._outbox.append((client, output))
 
     def _abort(self, request_ids: list[int], reason: FinishReason) -> None:
         for request_id in request_ids:

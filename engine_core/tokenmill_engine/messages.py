@@ -142,6 +142,9 @@ class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     num_waiting_tokens: int = 0
     """Tokens of waiting and running requests that no step has computed or will compute yet: queued prefill work. Told
     with several data-parallel ranks only; what waiting requests will find in the prefix cache is not taken off."""
+    num_received: int | None = None
+    """Requests that have come from this incarnation of the API server that is told, ended ones included: this load
+    counts them, and none that it has sent since. Told with several data-parallel ranks only."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenmill_engine.block_hash import pack_short_names
+from tokenmill_engine.ipc.ids import client_of, is_incarnation
 from tokenmill_engine.kv_cache.block_pool import BlockPool
 from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.messages import BlockEvents, EngineLoad, EngineMessage, LoadReport, StepOutput
@@ -34,6 +35,7 @@ class Reporter:
         engine: int,
         pool: BlockPool,
         journal: BlockJournal | None = None,
+        counts_requests: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`journal` follows the names of `pool`; None: block events are not published."""
@@ -41,6 +43,8 @@ class Reporter:
         self._pool = pool
         self._journal = journal
         self._clock = clock
+        self.num_received: dict[int, int] | None = {} if counts_requests else None
+        """By API server that listens: requests of its present incarnation. None: they are not counted."""
         self._listeners: dict[int, _Listener] = {}
         """By API server."""
         self._events_due = 0.0
@@ -49,18 +53,36 @@ class Reporter:
     def add_listener(self, client: int, incarnation: int) -> None:
         """An API server wants to be told, from now on and from the beginning; its predecessor no more."""
         self._listeners[client] = _Listener(incarnation)
+        if self.num_received is not None:
+            self.num_received[client] = 0
 
     def begin_anew(self, client: int, incarnation: int) -> None:
-        """As `add_listener` for one that listens already; nothing for others."""
+        """Tell an API server that listens from the beginning again; nothing for others."""
         listener = self._listeners.get(client)
         if listener is not None and listener.incarnation == incarnation:
-            self.add_listener(client, incarnation)
+            self._listeners[client] = _Listener(incarnation)
 
     def remove_listener(self, client: int, incarnation: int) -> None:
         """That incarnation of an API server is gone; if there is a successor, it stays."""
         listener = self._listeners.get(client)
         if listener is not None and listener.incarnation == incarnation:
             del self._listeners[client]
+            if self.num_received is not None:
+                del self.num_received[client]
+
+    def count_request(self, request_id: int) -> None:
+        """An API server has sent a request, good or bad."""
+        client = client_of(request_id)
+        listener = self._listeners.get(client)
+        is_present = listener is not None and is_incarnation(request_id, listener.incarnation)
+        if self.num_received is not None and is_present:
+            self.num_received[client] += 1
+
+    def load_for(self, client: int, load: EngineLoad) -> EngineLoad:
+        """The load as this API server is told it."""
+        if self.num_received is None:
+            return load
+        return msgspec.structs.replace(load, num_received=self.num_received.get(client))
 
     def report(self, outputs: list[Output], load: EngineLoad) -> None:
         """Append what is to be told after `outputs`, which a step has yielded."""
@@ -73,6 +95,7 @@ class Reporter:
                 listener.load, listener.told = message.load, now
         is_busy = load.num_running + load.num_waiting > 0
         for client, listener in self._listeners.items():
+            load = self.load_for(client, load)
             is_due = is_busy and now - listener.told >= MAX_SILENCE_S
             if is_due or listener.load is None or _differs(listener.load, load):
                 outputs.append((client, LoadReport(self._engine, load, listener.incarnation)))
@@ -114,6 +137,7 @@ def _differs(known: EngineLoad, load: EngineLoad) -> bool:
     return (
         known.num_running != load.num_running
         or known.num_waiting != load.num_waiting
+        or known.num_received != load.num_received
         or abs(known.kv_usage - load.kv_usage) >= _KV_USAGE_CHANGE
         or abs(known.num_waiting_tokens - load.num_waiting_tokens) >= _WAITING_TOKENS_CHANGE
     )

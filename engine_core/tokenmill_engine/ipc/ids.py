@@ -39,6 +39,11 @@ def incarnation_of(request_id: int) -> int:
     return request_id >> _COUNTER_BITS & (1 << _INCARNATION_BITS) - 1
 
 
+def is_incarnation(request_id: int, incarnation: int) -> bool:
+    """Whether this incarnation of the API server, which is any number, made the id."""
+    return incarnation_of(request_id) == incarnation & (1 << _INCARNATION_BITS) - 1
+
+
 def client_identity(client: int) -> bytes:
     """ZeroMQ routing id of API server `client`. Never starts with a zero byte: ZeroMQ reserves those."""
     return b"c" + struct.pack("<I", client)

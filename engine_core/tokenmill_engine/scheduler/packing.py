@@ -1,7 +1,9 @@
 """Packs the outcome of a step into one message per API server: array operations, whatever the number of requests."""
 
+from collections.abc import Mapping
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,19 +15,30 @@ from tokenmill_engine.scheduler.outcome import StepOutcome
 T = TypeVar("T")
 
 
-def pack_outcome(outcome: StepOutcome, engine: int, load: EngineLoad) -> dict[int, StepOutput]:
-    """The outcome by API server. Servers without an entry get no message."""
+def pack_outcome(
+    outcome: StepOutcome, engine: int, load: EngineLoad, num_received: Mapping[int, int] | None = None
+) -> dict[int, StepOutput]:
+    """The outcome by API server, each with its entry of `num_received` in its load. Servers without an entry in the
+    outcome get no message."""
     if len(outcome.request_ids) == 0:
         return {}
+
+    def load_for(client: int) -> EngineLoad:
+        if num_received is None:
+            return load
+        return msgspec.structs.replace(load, num_received=num_received.get(client))
+
     clients = outcome.request_ids >> CLIENT_SHIFT
     if (clients == clients[0]).all():
         entries = np.arange(len(clients))
-        return {int(clients[0]): _pack_entries(outcome, entries, outcome.token_ids, engine, load)}
+        client = int(clients[0])
+        return {client: _pack_entries(outcome, entries, outcome.token_ids, engine, load_for(client))}
     row_of_token = np.repeat(np.arange(len(clients)), outcome.num_tokens)
     messages = {}
     for client in np.unique(clients).tolist():
         token_ids = outcome.token_ids[clients[row_of_token] == client]
-        messages[client] = _pack_entries(outcome, np.flatnonzero(clients == client), token_ids, engine, load)
+        entries = np.flatnonzero(clients == client)
+        messages[client] = _pack_entries(outcome, entries, token_ids, engine, load_for(client))
     return messages
 
 

@@ -289,11 +289,14 @@ class TestSeveralEngines:
         bench.core.handle(Hello(1, 6))
         answer = [message for _, message in bench.step()]
         names = pack_short_names(hash_full_blocks(np.arange(20, 32, dtype=np.int32), 4, CacheKey()))
-        assert answer == [LoadReport(3, IDLE, 6), BlockEvents(3, names, b"", 6, is_snapshot=True)]
-        bench.add(1, list(range(40, 45)), SamplingParams(max_tokens=1, ignore_eos=True))
+        load = EngineLoad(num_received=0)
+        assert answer == [LoadReport(3, load, 6), BlockEvents(3, names, b"", 6, is_snapshot=True)]
+        prompt = list(range(40, 45))
+        bench.add(1, prompt, SamplingParams(max_tokens=1, ignore_eos=True), make_request_id(1, 6, 1))
         outputs = [message for _, message in bench.step()]
         stored = pack_short_names(hash_full_blocks(np.arange(40, 44, dtype=np.int32), 4, CacheKey()))
         assert isinstance(outputs[0], StepOutput)
+        assert outputs[0].load.num_received == 1
         assert outputs[1:] == [BlockEvents(3, stored, b"", 6)]
 
     def test_evicted_blocks_are_told(self) -> None:
@@ -318,9 +321,11 @@ class TestSeveralEngines:
             bench.add(0, [number + 1] * 100, SamplingParams(max_tokens=2, ignore_eos=True))
         bench.step()
         # Two steps of 64 tokens are on their way, so the first prompt is done; the second waits.
-        assert bench.load[0].num_waiting_tokens == bench.load[1].num_waiting_tokens == 100
+        assert bench.load == {0: EngineLoad(1, 1, 25 / 64, 100, 2), 1: EngineLoad(1, 1, 25 / 64, 100, 0)}
+        bad = bench.add(1, [], LONG)
         bench.run()
-        assert bench.load[0] == bench.load[1] == IDLE
+        assert bench.finishes[bad]
+        assert bench.load == {0: EngineLoad(num_received=2), 1: EngineLoad(num_received=1)}
 
     @pytest.mark.parametrize(("num_engines", "caching"), [(1, True), (2, False)])
     def test_nothing_is_told_of_blocks_where_nobody_asks_for_them(self, num_engines: int, caching: bool) -> None:

@@ -107,6 +107,22 @@ class TestLoads:
         told = [bool(report(reporter, load)) for load in loads]
         assert told == [False, False, True, False, True]
 
+    def test_who_sends_requests_is_told_how_many_have_come(self, clock: Clock) -> None:
+        reporter = Reporter(3, BlockPool(8), counts_requests=True, clock=clock)
+        for client in (0, 1):
+            reporter.add_listener(client, 300)
+        report(reporter, BUSY)
+        for counter in range(3):
+            reporter.count_request(make_request_id(1, 300, counter))
+        # Of its predecessor, and of one that does not listen.
+        reporter.count_request(make_request_id(1, 299, 4))
+        reporter.count_request(make_request_id(2, 0, 4))
+        assert report(reporter, BUSY) == [(1, LoadReport(3, EngineLoad(1, 0, 0.5, 0, 3), 300))]
+        reporter.begin_anew(1, 300)
+        reporter.add_listener(0, 301)
+        loads = [EngineLoad(1, 0, 0.5, 0, num_received) for num_received in (0, 3)]
+        assert report(reporter, BUSY) == [(0, LoadReport(3, loads[0], 301)), (1, LoadReport(3, loads[1], 300))]
+
     def test_without_a_journal_nothing_is_told_of_blocks(self, reporter: Reporter) -> None:
         reporter.add_listener(2, 0)
         assert report(reporter, BUSY) == [(2, LoadReport(3, BUSY, 0))]
@@ -116,7 +132,7 @@ class TestBlocks:
     def test_they_are_told_in_batches_and_at_once_when_the_engine_goes_idle(self) -> None:
         clock, journal = Clock(), BlockJournal()
         pool = BlockPool(8, journal)
-        reporter = Reporter(0, pool, journal, clock)
+        reporter = Reporter(0, pool, journal, clock=clock)
         mirror = Mirror(4, 1)
         reporter.add_listener(4, 1)
         mirror.take(report(reporter, IDLE))
@@ -141,7 +157,7 @@ class TestBlocks:
         """A block that comes before the snapshot and goes after it is told to neither or to both as gone."""
         clock, journal = Clock(), BlockJournal()
         pool = BlockPool(2, journal)
-        reporter = Reporter(0, pool, journal, clock)
+        reporter = Reporter(0, pool, journal, clock=clock)
         mirrors = [Mirror(0, 0), Mirror(1, 0)]
         reporter.add_listener(0, 0)
         for mirror in mirrors:
@@ -209,7 +225,7 @@ class Balanced:
         self.driver = Driver(setting)
         self.clock = Clock()
         assert setting.journal is not None
-        self.reporter = Reporter(0, self.driver.kv.pool, setting.journal, self.clock)
+        self.reporter = Reporter(0, self.driver.kv.pool, setting.journal, clock=self.clock)
         self.mirrors: dict[int, Mirror] = {}
         self.num_greetings = 0
 

@@ -10,6 +10,7 @@ from tokenmill_engine.ipc.ids import (
     client_identity,
     client_of,
     incarnation_of,
+    is_incarnation,
     make_request_id,
 )
 
@@ -32,6 +33,13 @@ def test_the_owner_can_be_read_from_the_id_alone_and_in_arrays() -> None:
 
 def test_counters_wrap_within_their_field() -> None:
     assert make_request_id(2, 256, 1 << 40) == make_request_id(2, 0, 0)
+
+
+def test_an_incarnation_is_known_by_its_ids_whatever_its_number() -> None:
+    for incarnation in (0, 5, 255, 300):
+        request_id = make_request_id(2, incarnation, 9)
+        assert is_incarnation(request_id, incarnation)
+        assert not is_incarnation(request_id, incarnation + 1)
 
 
 def test_there_are_only_so_many_clients() -> None:

@@ -44,6 +44,14 @@ def test_one_client_gets_everything_in_order() -> None:
     assert (messages[4].engine, messages[4].load) == (5, LOAD)
 
 
+def test_each_client_is_told_how_many_of_its_requests_the_load_counts() -> None:
+    ids = [request_id(client, 1) for client in (0, 1, 2)]
+    messages = pack_outcome(outcome(ids, [1, 1, 1], [11, 12, 13]), 0, LOAD, {0: 8, 2: 9})
+    assert [messages[client].load for client in range(3)] == [
+        EngineLoad(3, 2, 0.5, 0, num_received) for num_received in (8, None, 9)
+    ]
+
+
 def test_clients_get_their_own_requests_with_indexes_of_their_own() -> None:
     ids = [request_id(client, number) for client, number in ((1, 1), (0, 2), (1, 3), (2, 4))]
     rows = LogprobRows(np.array([[5, 6]], np.int32), np.array([[-1.0, -2.0]], np.float32), np.array([1], np.int32))
