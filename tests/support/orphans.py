@@ -4,6 +4,7 @@ parent: it spawns itself once, prints the child's pid when that is set up, and s
     idle      waits in Python
     deaf      ignores SIGTERM and is busy; the kernel's signal is SIGTERM, so only the channel's end can end it
     unwatched does not read its channel; only the kernel's signal can end it
+    fails     on what its parent tells it
 """
 
 import argparse
@@ -12,7 +13,7 @@ import time
 
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_engine.ipc.control import Drained, EngineControl, Listening
+from tokenmill_engine.ipc.control import Drained, EngineControl, Listening, Ping
 from tokenmill_engine.ipc.lifecycle import become_child, watch_parent
 
 Child = ChildProcess[Listening | Drained]
@@ -24,7 +25,13 @@ def be_parent(mode: str, run_dir: str) -> None:
     )
     child.channel.receive()
     print(child.process.pid, flush=True)  # noqa: T201
+    if mode == "fails":
+        child.channel.send(Ping())
     time.sleep(60)
+
+
+def fail(message: object) -> None:
+    raise ValueError(f"{message} is not understood")
 
 
 def be_child(options: argparse.Namespace) -> None:
@@ -34,7 +41,7 @@ def be_child(options: argparse.Namespace) -> None:
     if options.mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.mode != "unwatched":
-        watch_parent(channel, print, options.run_dir)
+        watch_parent(channel, fail if options.mode == "fails" else print, options.run_dir)
     channel.send(Listening())
     end = time.monotonic() + 60
     while time.monotonic() < end:

@@ -73,7 +73,7 @@ def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], ru
     """Read the control channel in a daemon thread; `on_message` is called there.
 
     At the end of file the parent is gone: `run_dir` is removed and the process exits with status 1, whatever its
-    other threads are doing.
+    other threads are doing. So it does if `on_message` fails: nobody would listen to the parent any more.
     """
 
     def watch() -> None:
@@ -84,7 +84,7 @@ def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], ru
                 exit_orphaned(run_dir)
             on_message(message)
 
-    thread = threading.Thread(target=watch, name="parent-watcher", daemon=True)
+    thread = threading.Thread(target=die_with, args=(watch,), name="parent-watcher", daemon=True)
     thread.start()
     return thread
 

@@ -58,6 +58,11 @@ def test_a_child_ends_when_its_parent_is_killed(mode: str, tmp_path: Path) -> No
         assert not run_dir.exists()
 
 
+def test_a_child_that_cannot_listen_to_its_parent_any_more_ends(tmp_path: Path) -> None:
+    with family("fails", tmp_path) as (_, child):
+        assert has_ended(child, 10)
+
+
 def test_a_child_has_a_title_and_leaves_ctrl_c_to_its_parent(tmp_path: Path) -> None:
     with family("idle", tmp_path) as (parent, child):
         assert child.cmdline()[0].startswith("tokenmill: test orphan")
