@@ -1,8 +1,4 @@
-"""What API servers are told of an engine core beside the outputs of their requests: its load and its blocks.
-
-A load report is also the engine's sign of life. Reports are made at the end of a turn of the engine's loop, never by
-a thread of their own: an engine that hangs in a step, or is stopped, falls silent.
-"""
+"""What API servers are told of an engine core beside the outputs of their requests: its load and its blocks."""
 
 import time
 from collections.abc import Callable
@@ -19,8 +15,6 @@ from tokenmill_engine.messages import BlockEvents, EngineLoad, EngineMessage, Lo
 Output = tuple[int, EngineMessage]
 """A message and the API server it goes to."""
 
-MAX_SILENCE_S = 1.0
-"""An engine with work tells every API server something after so long, at the end of the step in which it passes."""
 _BLOCK_EVENTS_INTERVAL_S = 0.02
 _KV_USAGE_CHANGE = 0.01
 """A smaller change of KV usage alone is not worth a message."""
@@ -88,25 +82,23 @@ class Reporter:
         """Append what is to be told after `outputs`, which a step has yielded."""
         if not self._listeners:
             return
-        now = self._clock()
         for client, message in outputs:
             listener = self._listeners.get(client)
             if listener is not None and isinstance(message, StepOutput):
-                listener.load, listener.told = message.load, now
-        is_busy = load.num_running + load.num_waiting > 0
+                listener.load = message.load
         for client, listener in self._listeners.items():
             load = self.load_for(client, load)
-            is_due = is_busy and now - listener.told >= MAX_SILENCE_S
-            if is_due or listener.load is None or _differs(listener.load, load):
+            if listener.load is None or _differs(listener.load, load):
                 outputs.append((client, LoadReport(self._engine, load, listener.incarnation)))
-                listener.load, listener.told = load, now
+                listener.load = load
         if self._journal is not None:
-            self._report_blocks(outputs, self._journal, now, is_busy)
+            self._report_blocks(outputs, self._journal, is_idle=load.num_running + load.num_waiting == 0)
 
-    def _report_blocks(self, outputs: list[Output], journal: BlockJournal, now: float, is_busy: bool) -> None:
+    def _report_blocks(self, outputs: list[Output], journal: BlockJournal, is_idle: bool) -> None:
         """Changes go to those who have the snapshot before they begin anew with one for a newcomer."""
+        now = self._clock()
         newcomers = [item for item in self._listeners.items() if not item[1].has_snapshot]
-        if not journal.is_empty and (newcomers or not is_busy or now >= self._events_due):
+        if not journal.is_empty and (newcomers or is_idle or now >= self._events_due):
             stored, removed = journal.take()
             changes = BlockEvents(self._engine, pack_short_names(stored), pack_short_names(removed))
             for client, listener in self._listeners.items():
@@ -128,8 +120,6 @@ class _Listener:
 
     incarnation: int
     load: EngineLoad | None = None
-    told: float = 0.0
-    """When, of the reporter's clock: a load, with or without tokens."""
     has_snapshot: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What API servers are told beside outputs: loads, signs of life, and which blocks there are."""
+"""What API servers are told beside outputs: loads, and which blocks there are."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.kv_cache.block_pool import BlockPool
 from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.messages import BlockEvents, EngineLoad, LoadReport, SamplingParams, StepOutput
-from tokenmill_engine.reports import MAX_SILENCE_S, Output, Reporter
+from tokenmill_engine.reports import Output, Reporter
 
 IDLE = EngineLoad()
 BUSY = EngineLoad(num_running=1, kv_usage=0.5)
@@ -73,32 +73,16 @@ def report(reporter: Reporter, load: EngineLoad, outputs: Iterable[Output] = ())
 
 class TestLoads:
     @pytest.fixture
-    def clock(self) -> Clock:
-        return Clock()
-
-    @pytest.fixture
-    def reporter(self, clock: Clock) -> Reporter:
-        reporter = Reporter(3, BlockPool(8), clock=clock)
+    def reporter(self) -> Reporter:
+        reporter = Reporter(3, BlockPool(8))
         for client in (0, 1):
             reporter.add_listener(client, 5)
         report(reporter, BUSY)
         return reporter
 
-    def test_a_busy_engine_gives_everybody_a_sign_of_life(self, clock: Clock, reporter: Reporter) -> None:
-        told = []
-        for step in range(9):
-            clock.now = 100.0 + step * MAX_SILENCE_S / 4
-            told.append([client for client, _ in report(reporter, BUSY, [output_for(0, BUSY)])])
-        assert told == [[], [], [], [], [1], [], [], [], [1]]
-
-    def test_after_a_long_step_it_comes_at_once(self, clock: Clock, reporter: Reporter) -> None:
-        clock.now += 40.0
-        assert report(reporter, BUSY) == [(client, LoadReport(3, BUSY, 5)) for client in (0, 1)]
+    def test_nobody_is_told_the_same_twice(self, reporter: Reporter) -> None:
         assert report(reporter, BUSY) == []
-
-    def test_an_idle_engine_has_nothing_to_say(self, clock: Clock, reporter: Reporter) -> None:
-        assert len(report(reporter, IDLE)) == 2
-        clock.now += 40.0
+        assert report(reporter, IDLE, [output_for(0, IDLE)]) == [(1, LoadReport(3, IDLE, 5))]
         assert report(reporter, IDLE) == []
 
     def test_what_is_waiting_is_told_when_it_has_changed_much(self, reporter: Reporter) -> None:
@@ -107,8 +91,8 @@ class TestLoads:
         told = [bool(report(reporter, load)) for load in loads]
         assert told == [False, False, True, False, True]
 
-    def test_who_sends_requests_is_told_how_many_have_come(self, clock: Clock) -> None:
-        reporter = Reporter(3, BlockPool(8), counts_requests=True, clock=clock)
+    def test_who_sends_requests_is_told_how_many_have_come(self) -> None:
+        reporter = Reporter(3, BlockPool(8), counts_requests=True)
         for client in (0, 1):
             reporter.add_listener(client, 300)
         report(reporter, BUSY)
@@ -196,8 +180,6 @@ class TestBlocks:
 
 
 PREFIXES = [[10 * prefix + position % 10 for position in range(17)] for prefix in range(3)]
-
-Act = tuple[str, int]
 
 
 @st.composite
