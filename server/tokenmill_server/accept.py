@@ -3,7 +3,8 @@
 Each server writes how many connections it has open into its own cell of a memory-mapped file that all of them read.
 A server that has more than the least busy one lets the others go first for a moment, then takes what is still there:
 a server that hangs, or died and left its count behind, delays connections by milliseconds but never stops them, and
-soon nobody waits for it any more.
+soon nobody waits for it any more. Servers with the same number take turns: whoever took one last lets the others go
+first, for a shorter moment.
 
 A server that starts beside busy ones, because it replaces a dead one, has no connections. It must not get every new
 one until it has as many as the others: clients that come back all at once would meet in one process. It counts itself
@@ -29,34 +30,38 @@ _NOT_ACCEPTING = -1.0
 _HEAD_START_PER_ACCEPT = 0.5
 _BACK_OFF_S = 0.001
 _MAX_BACK_OFFS = 5
+_MAX_BACK_OFFS_OF_EQUALS = 2
 _SILENCE_S = 0.25
-"""A less busy server that has let connections wait for so long without taking one, or losing one, is not waited for
-until it does."""
+"""A server that has let connections wait for so long without taking one, or losing one, is not waited for until it
+does."""
 _RESOURCE_PAUSE_S = 0.1
 """Wait after running out of file descriptors."""
 
 
 class ConnectionCounts:
-    """Open connections of every API server, as float64. Writing is for one's own cell only."""
+    """Open connections of every API server, and when it took the last one (`time.monotonic`), as pairs of float64.
+    Writing is for one's own pair only."""
 
     def __init__(self, path: Path, num_servers: int, own: int) -> None:
-        size = _CELL_BYTES * num_servers
+        size = 2 * _CELL_BYTES * num_servers
         reserve(path, size)
         with path.open("r+b") as file:
-            self._cells = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
+            cells = memoryview(mmap.mmap(file.fileno(), size)).cast("d")
+        self._counts, self._taken_at = cells[:num_servers], cells[num_servers:]
         self._own = own
         self._others = [server for server in range(num_servers) if server != own]
         self._count = 0
         self._is_accepting = True
         self._head_start = self._mean_of_others()
         """What this server counts itself busier than it is."""
-        self._missed: dict[int, tuple[float, float]] = {}
-        """Counts of less busy servers that let a connection wait, and since when (`time.monotonic`) they stand."""
+        self._missed: dict[int, tuple[tuple[float, float], float]] = {}
+        """Pairs of servers that let a connection wait, and since when (`time.monotonic`) they stand."""
         self._write()
 
     def opened(self) -> None:
         self._count += 1
         self._head_start = max(0.0, self._head_start - _HEAD_START_PER_ACCEPT)
+        self._taken_at[self._own] = time.monotonic()
         self._write()
 
     def closed(self) -> None:
@@ -68,36 +73,42 @@ class ConnectionCounts:
         self._is_accepting = False
         self._write()
 
-    def is_least_busy(self) -> bool:
-        """Whether no accepting server that reacts has fewer open connections than this one."""
+    def num_back_offs(self) -> int:
+        """How many moments to let other servers go first: 0 for the one whose turn it is."""
         if self._head_start:  # connections that others lose are not to be made up for
             self._head_start = min(self._head_start, max(0.0, self._mean_of_others() + 1 - self._count))
             self._write()
-        return not any(self._is_awaited(server) for server in self._others)
+        awaited = [server for server in self._others if self._is_awaited(server)]
+        if any(self._counts[server] < self._counts[self._own] for server in awaited):
+            return _MAX_BACK_OFFS
+        return _MAX_BACK_OFFS_OF_EQUALS if awaited else 0
 
     def miss(self) -> None:
-        """The less busy servers have let a connection wait."""
+        """Those that were let go first have let a connection wait."""
         now = time.monotonic()
         for server in self._others:
-            count = self._cells[server]
-            if self._missed.get(server, (count, now))[0] != count:
-                del self._missed[server]
             if self._is_awaited(server):
-                self._missed.setdefault(server, (count, now))
+                pair = self._pair(server)
+                if self._missed.get(server, (None, 0.0))[0] != pair:
+                    self._missed[server] = pair, now
 
     def _is_awaited(self, server: int) -> bool:
-        count = self._cells[server]
-        if count == _NOT_ACCEPTING or count >= self._cells[self._own]:
+        """Whether it is rather the turn of `server`, and it reacts."""
+        pair = self._pair(server)
+        if pair[0] == _NOT_ACCEPTING or pair >= self._pair(self._own):
             return False
-        missed_count, missed_at = self._missed.get(server, (_NOT_ACCEPTING, 0.0))
-        return count != missed_count or time.monotonic() - missed_at < _SILENCE_S
+        missed, since = self._missed.get(server, (None, 0.0))
+        return pair != missed or time.monotonic() - since < _SILENCE_S
+
+    def _pair(self, server: int) -> tuple[float, float]:
+        return self._counts[server], self._taken_at[server]
 
     def _mean_of_others(self) -> float:
-        counts = [count for server in self._others if (count := self._cells[server]) != _NOT_ACCEPTING]
+        counts = [count for server in self._others if (count := self._counts[server]) != _NOT_ACCEPTING]
         return sum(counts) / len(counts) if counts else 0.0
 
     def _write(self) -> None:
-        self._cells[self._own] = self._count + self._head_start if self._is_accepting else _NOT_ACCEPTING
+        self._counts[self._own] = self._count + self._head_start if self._is_accepting else _NOT_ACCEPTING
 
 
 class Acceptor:
@@ -135,13 +146,13 @@ class Acceptor:
         self._loop.add_reader(self._listener.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
-        if self._num_back_offs < _MAX_BACK_OFFS and not self._counts.is_least_busy():
+        if self._num_back_offs < self._counts.num_back_offs():
             self._num_back_offs += 1
             self._pause(_BACK_OFF_S)
             return
-        if self._num_back_offs == _MAX_BACK_OFFS:
+        if self._num_back_offs:
             self._counts.miss()
-        self._num_back_offs = 0
+            self._num_back_offs = 0
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -17,21 +17,35 @@ def counts(tmp_path: Path, num_servers: int = 3) -> list[ConnectionCounts]:
 
 async def test_least_busy_is_who_has_no_more_than_any_other(tmp_path: Path) -> None:
     first, second, third = counts(tmp_path)
-    assert first.is_least_busy()
+    assert first.num_back_offs() == 0
     first.opened()
-    assert not first.is_least_busy()
+    assert first.num_back_offs() == 5
     second.opened()
     third.opened()
-    assert first.is_least_busy()
+    assert first.num_back_offs() == 0
     third.closed()
-    assert not second.is_least_busy()
+    assert second.num_back_offs() == 5
+
+
+async def test_equals_take_turns(tmp_path: Path) -> None:
+    """Also if each connection is over before the next one comes."""
+    everyone = counts(tmp_path, 4)
+    turns = []
+    for _ in range(12):
+        index = [server.num_back_offs() for server in everyone].index(0)
+        everyone[index].opened()
+        everyone[index].closed()
+        turns.append(index)
+    assert sorted(turns[:4]) == [0, 1, 2, 3]
+    assert turns == 3 * turns[:4]
+    assert 0 < everyone[turns[-1]].num_back_offs() < 5
 
 
 async def test_nobody_waits_for_a_server_that_left(tmp_path: Path) -> None:
     first, second = counts(tmp_path, 2)
     first.opened()
     second.leave()
-    assert first.is_least_busy()
+    assert first.num_back_offs() == 0
 
 
 async def test_a_server_that_left_stays_away_while_its_connections_end(tmp_path: Path) -> None:
@@ -41,14 +55,14 @@ async def test_a_server_that_left_stays_away_while_its_connections_end(tmp_path:
         second.opened()
     second.leave()
     second.closed()
-    assert first.is_least_busy()
+    assert first.num_back_offs() == 0
 
 
 def taken_by_each(servers: list[ConnectionCounts], num_connections: int) -> list[int]:
     """How many of the next connections each server takes: all wake up for each, whoever is least busy takes it."""
     taken = [0] * len(servers)
     for _ in range(num_connections):
-        index = [server.is_least_busy() for server in servers].index(True)
+        index = [server.num_back_offs() for server in servers].index(0)
         servers[index].opened()
         taken[index] += 1
     return taken
@@ -86,18 +100,18 @@ async def test_a_server_that_lets_connections_wait_is_waited_for_again_when_it_r
     first.opened()
     first.miss()
     now += 0.1
-    assert not first.is_least_busy()  # it may be busy for a moment
+    assert first.num_back_offs() == 5  # it may be busy for a moment
     first.miss()
     now += 0.2
-    assert first.is_least_busy()
+    assert first.num_back_offs() == 0
     first.opened()
     silent.opened()
-    assert not first.is_least_busy()
+    assert first.num_back_offs() == 5
     first.miss()
     now += 0.1
-    assert not first.is_least_busy()
+    assert first.num_back_offs() == 5
     now += 0.2
-    assert first.is_least_busy()
+    assert first.num_back_offs() == 0
 
 
 class _Held(asyncio.Protocol):
