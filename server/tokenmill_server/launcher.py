@@ -33,16 +33,18 @@ from tokenmill_engine.ipc.control import (
 from tokenmill_engine.ipc.lifecycle import process_began
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.api_servers import ApiServers
-from tokenmill_server.config import Configuration
+from tokenmill_server.config import Configuration, DataParallelConfig
+from tokenmill_server.data_parallel.agreement import facts_of
+from tokenmill_server.data_parallel.head import RemoteEngines
 from tokenmill_server.engine_monitor import EngineMonitor
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
-from tokenmill_server.flags.data_parallel import resolve_data_parallel, tell_what_has_no_effect
+from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.launching import child_environment, end_at_once, log_early_stop, stop_signals
 from tokenmill_server.listen import bind, release, url_of
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
-from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
+from tokenmill_server.watcher import Event, Exited, Readable, Said, Signalled, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +67,12 @@ class State(Enum):
     FAILING = auto()
 
 
-def serve(values: FlagValues) -> int:
+def serve(values: FlagValues, parallel: DataParallelConfig) -> int:
     """Serves until told to stop; returns the exit status. Main thread only.
 
     Raises:
-        ConfigError: flags contradict each other or do not fit the model, or the address to listen on is impossible.
-        StartupError: this machine has not got the device or the memory, the port is taken, or a process could not
+        ConfigError: flags contradict each other or do not fit the model, or an address to listen on is impossible.
+        StartupError: this machine has not got the device or the memory, a port is taken, or a process could not
             start.
         EngineDeadError: the last engine core died; every open request was answered first, as far as possible.
     """
@@ -83,7 +85,6 @@ def serve(values: FlagValues) -> int:
         engines = EngineSupervisor(str(run_dir.path), watcher, process_began())
         stack.callback(engines.stop)
         environment = child_environment(run_dir)
-        parallel = resolve_data_parallel(values)
         tell_what_has_no_effect(values, parallel)
         num_engines = parallel.size_local
         # Engine cores import for seconds: they may begin while the configuration is checked. Not if there are more of
@@ -100,9 +101,17 @@ def serve(values: FlagValues) -> int:
         stack.callback(release, listener)
         if not spawned:
             engines.spawn(num_engines, values["device"], environment)
-        launcher = Launcher(configuration, listener, run_dir, watcher, engines)
+        remote = None
+        if parallel.is_head:
+            facts = facts_of(configuration.engine, parallel)
+            remote = RemoteEngines(parallel, facts, watcher, run_dir.metrics)
+            stack.callback(remote.close)
+        launcher = Launcher(configuration, listener, run_dir, watcher, engines, remote)
         stack.callback(launcher.stop)
-        return launcher.run()
+        status = launcher.run()
+        if remote is not None:
+            remote.say_goodbye()
+        return status
 
 
 class Launcher:
@@ -115,12 +124,14 @@ class Launcher:
         run_dir: RunDir,
         watcher: Watcher,
         engines: EngineSupervisor,
+        remote: RemoteEngines | None = None,
     ) -> None:
-        """`engines` are spawned, not configured yet."""
+        """`engines` are spawned, not configured yet; `remote` are those of headless launchers, where there are any."""
         self._configuration = configuration
         self._listener = listener
         self._watcher = watcher
         self._engines = engines
+        self._remote = remote
         self._table = EngineTable(configuration.engine.data_parallel_size)
         self._announced = False
         """API servers know the engine cores, and are told what changes."""
@@ -158,6 +169,8 @@ class Launcher:
                 self._handle(event)
             for update in self._engines.tick():
                 self._on_engine(update)
+            if self._remote is not None:
+                self._remote.tick()
             self._api_servers.tick()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
@@ -171,6 +184,8 @@ class Launcher:
     def _time_to_wait(self) -> float:
         """Seconds until there is something to do at which nothing wakes us."""
         next_tick = min(self._engines.next_tick, self._api_servers.next_tick)
+        if self._remote is not None:
+            next_tick = min(next_tick, self._remote.next_tick)
         at = next_tick if self._deadline is None else min(next_tick, self._deadline)
         return max(0.0, at - time.monotonic())
 
@@ -185,6 +200,9 @@ class Launcher:
             case Said(key=("engine", _)) | Exited(key=("engine", _)):
                 update = self._engines.handle(event)
                 if update is not None:
+                    self._on_engine(update)
+            case Readable() if self._remote is not None:
+                for update in self._remote.handle(event):
                     self._on_engine(update)
             case Said(key=(_, client), message=message):
                 self._on_api_server_message(client, message)
@@ -232,7 +250,8 @@ class Launcher:
             case EngineReady() if self._announced:
                 logger.info("engine core %d serves again", rank)
             case EngineLost(message=message, restarts=restarts):
-                consequence = "starting it again" if restarts else "it is not started again"
+                restart = "starting it again" if self._engines.has(update.engine) else "it may come back"
+                consequence = restart if restarts else "it is not started again"
                 logger.error("%s; its requests are lost, %s", message, consequence)
             case EngineStalled():
                 timeout_s = self._configuration.faults.engine_stall_timeout_s

@@ -99,6 +99,10 @@ class EngineSupervisor:
         for rank in self._ranks.values():
             self._configure(rank, config, self._began)
 
+    def has(self, engine: int) -> bool:
+        """Whether this engine core is one of this machine's."""
+        return engine in self._ranks
+
     def handle(self, event: Said | Exited) -> EngineUpdate | None:
         """Takes note of an event about an engine core; returns what it changes for others.
 

@@ -1,4 +1,4 @@
-"""Waits for what child processes say, for their ends, and for signals: one selector, no polling.
+"""Waits for what child processes say, for their ends, for signals and for other sockets: one selector, no polling.
 
 Knows nothing of what the children are. One thread uses a watcher; an event loop may watch its `fileno()`.
 """
@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess
 
 ChildKey = tuple[str, int]
-"""Kind and number of a child."""
+"""Kind and number of a child, or of something else that is watched."""
+
+
+class HasFileno(Protocol):
+    """Something that the selector can watch."""
+
+    def fileno(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,14 @@ class Signalled:
     number: signal.Signals
 
 
-Event = Said | Exited | Signalled
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """A file or socket that was given to `watch` has something to read, or has ended."""
+
+    key: ChildKey
+
+
+Event = Said | Exited | Signalled | Readable
 
 
 class Watcher:
@@ -80,6 +93,14 @@ class Watcher:
         self._selector.register(child.channel, selectors.EVENT_READ, key)
         self._talking.add(key)
 
+    def watch(self, source: HasFileno, key: ChildKey) -> None:
+        """`Readable` events, until `unwatch`, for as long as nobody reads what is there."""
+        self._selector.register(source, selectors.EVENT_READ, Readable(key))
+
+    def unwatch(self, source: HasFileno) -> None:
+        """No more events about `source`, which is still open."""
+        self._selector.unregister(source)
+
     def watch_signals(self, numbers: Iterable[signal.Signals], restore: bool = True) -> "WatchedSignals":
         """Within the returned context these signals become `Signalled` events. Main thread only. After it their
         earlier handlers are back, or, without `restore`, they are ignored: the process ends anyway."""
@@ -92,6 +113,8 @@ class Watcher:
         for selected, _ in self._selector.select(timeout_s):
             if isinstance(selected.data, WatchedSignals):
                 events += selected.data.pending()
+            elif isinstance(selected.data, Readable):
+                events.append(selected.data)
             elif selected.fd == self._pidfds.get(selected.data):
                 exited.append(selected.data)
             else:

@@ -1,4 +1,4 @@
-"""A typed, ordered message channel over a stream socket: the launcher and one child process.
+"""A typed, ordered message channel over a stream socket: the launcher and one child process, or two launchers.
 
 Frames are a 4-byte little-endian length and a msgspec-json document. The end of file means that the other side is
 gone. Sending is thread-safe and blocks; receiving belongs to one thread, or to one event loop (`receive_available`
@@ -23,12 +23,18 @@ class ChannelClosedError(Exception):
     """The other side is gone."""
 
 
-class ControlChannel(Generic[T]):
-    """One end of the channel; `message_type` is the struct or union of structs that this end receives."""
+class ForeignFrameError(ChannelClosedError):
+    """What the other side says is no frame of ours; the channel is of no use any more."""
 
-    def __init__(self, sock: socket.socket, message_type: Any) -> None:
+
+class ControlChannel(Generic[T]):
+    """One end of the channel; `message_type` is the struct or union of structs that this end receives, none longer than
+    `max_message_bytes`."""
+
+    def __init__(self, sock: socket.socket, message_type: Any, *, max_message_bytes: int = _MAX_MESSAGE_BYTES) -> None:
         sock.setblocking(True)
         self._socket = sock
+        self._max_message_bytes = max_message_bytes
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(message_type)
         self._encoder = msgspec.json.Encoder()
         self._send_lock = threading.Lock()
@@ -108,8 +114,8 @@ class ControlChannel(Generic[T]):
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > _MAX_MESSAGE_BYTES:
-            raise ChannelClosedError(f"a frame of {length} bytes is not one of ours")
+        if length > self._max_message_bytes:
+            raise ForeignFrameError(f"a frame of {length} bytes is not one of ours")
         end = _LENGTH.size + length
         if len(self._received) < end:
             return None

@@ -8,6 +8,7 @@ from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.lifecycle import set_title
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_server.flags.command_line import read_flags
+from tokenmill_server.flags.data_parallel import resolve_data_parallel
 from tokenmill_server.flags.help import help_text
 
 _MIN_OPEN_FILES = 128
@@ -30,11 +31,17 @@ def main(arguments: Sequence[str]) -> int:
     values = read_flags(arguments)
     configure_logging(values["log_level"], "launcher")
     _check_open_files()
+    parallel = resolve_data_parallel(values)
     # Not before the flags are known to be right: a mistake should not wait for these imports.
+    if parallel.headless:
+        from tokenmill_server.data_parallel.headless import serve_headless
+
+        set_title("headless launcher")
+        return serve_headless(values, parallel)
     from tokenmill_server.launcher import serve
 
     set_title("launcher")
-    return serve(values)
+    return serve(values, parallel)
 
 
 def _check_open_files() -> None:

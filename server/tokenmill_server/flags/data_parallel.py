@@ -26,7 +26,7 @@ def resolve_data_parallel(values: FlagValues) -> DataParallelConfig:
             f"{values.stated(key)} is out of range: ranks are 0 to {size - 1}; choose one of them, or a larger "
             f"--data-parallel-size than {size}"
         )
-    config = DataParallelConfig(
+    return DataParallelConfig(
         size=size,
         size_local=_size_local(values, balancing, start_rank),
         start_rank=start_rank,
@@ -36,12 +36,6 @@ def resolve_data_parallel(values: FlagValues) -> DataParallelConfig:
         rpc_port=values["data_parallel_rpc_port"],
         token=values["data_parallel_token"],
     )
-    if config.headless or config.is_head:
-        raise ConfigError(
-            f"{values.stated('headless' if config.headless else 'data_parallel_size_local')} is not supported yet: "
-            "one balancer for engine cores of several launchers; use --data-parallel-hybrid-lb"
-        )
-    return config
 
 
 def _load_balancing(values: FlagValues) -> LoadBalancing:

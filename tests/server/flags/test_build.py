@@ -77,6 +77,7 @@ CASES = [
     (["-dp", "4", "-dpr", "1", "-dpl", "2"], "data_parallel.size_local", 2),
     (["-dp", "4", "-dpn", "3"], "data_parallel.start_rank", 3),
     (["-dp", "4", "-dpe", "-dpr", "3"], "data_parallel.load_balancing", LoadBalancing.EXTERNAL),
+    (["-dp", "2", "-dpl", "1", "--headless"], "data_parallel.headless", True),
     (["-dpa", "10.0.0.1"], "data_parallel.address", "10.0.0.1"),
     (["-dpp", "5"], "data_parallel.rpc_port", 5),
     (["--data-parallel-token", "s"], "data_parallel.token", "s"),
@@ -108,7 +109,6 @@ RESOLVED_BY_OTHER_TESTS = {
     "device.attention_backend",
     "model.tokenizer_path",
     "server.default_sampling",
-    "data_parallel.headless",
 }
 
 

@@ -32,6 +32,11 @@ def configure(arguments: str) -> Configuration:
         ("-dp 4 -dpn 0 -dpe -dpl 1", LoadBalancing.EXTERNAL, range(1), range(1)),
         ("-dp 4 -dpe -dpr 3", LoadBalancing.EXTERNAL, range(3, 4), range(3, 4)),
         ("-dp 4 -dpn 2 -dpr 2 -dpb mp", LoadBalancing.EXTERNAL, range(2, 3), range(2, 3)),
+        ("-dp 4 -dpl 2", LoadBalancing.INTERNAL, range(2), range(4)),
+        ("-dp 4 -dpl 0", LoadBalancing.INTERNAL, range(0), range(4)),
+        ("-dp 4 --headless -dpl 1 -dpr 2", LoadBalancing.INTERNAL, range(2, 3), range(4)),
+        ("-dp 4 --headless -dpr 2", LoadBalancing.INTERNAL, range(2, 4), range(4)),
+        ("-dp 4 --headless", LoadBalancing.INTERNAL, range(4), range(4)),
     ],
 )
 def test_ranks(arguments: str, balancing: LoadBalancing, local: range, served: range) -> None:
@@ -87,6 +92,40 @@ def test_api_servers_follow_the_engine_cores_that_they_serve(
     monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo("cuda", "GPU", 80 * GIB, 4, (9, 0)))
     monkeypatch.setattr(build, "usable_cpus", lambda: 128)
     assert configure(arguments).server.api_server_count == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_head"),
+    [
+        ("", False),
+        ("-dp 2", False),
+        ("-dp 2 -dpl 1", True),
+        ("-dp 2 -dpl 0", True),
+        ("-dp 2 -dpl 1 --headless", False),
+        ("-dp 2 -dpl 1 -dph", False),
+        ("-dp 2 -dpn 1", False),
+    ],
+)
+def test_heads_are_joined_by_headless_launchers(arguments: str, is_head: bool) -> None:
+    assert configure(arguments).data_parallel.is_head is is_head
+
+
+def test_memory_is_needed_for_local_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo("cpu", "cpu", 2**30, 1))
+    assert configure("-dp 8 -dpl 1 --dtype float32").engine.device.num_threads >= 1
+    with pytest.raises(StartupError, match="use a smaller --data-parallel-size-local than 4"):
+        configure("-dp 8 -dpl 4 --dtype float32")
+    assert configure("-dp 8 -dpl 0 --dtype float32").engine.data_parallel_size_local == 0
+
+
+def test_a_headless_launcher_names_what_it_has_no_use_for(caplog: pytest.LogCaptureFixture) -> None:
+    words = "-dp 2 --headless -dpl 1 --port 1 -asc 2 --served-model-name m --dtype float32 --max-logprobs 3"
+    values = read_flags(words.split(), {"TOKENMILL_DP_TOKEN": "s"})
+    with caplog.at_level(logging.INFO):
+        tell_what_has_no_effect(values, resolve_data_parallel(values))
+    assert caplog.messages == [
+        "without effect, because a headless launcher has no API servers: --max-logprobs, --port, --api-server-count"
+    ]
 
 
 def test_flags_of_other_launchers_are_named_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,304 @@
+"""The head's view of headless launchers: it waits for them, lets in those that fit, and tells what becomes of their
+engine cores, in the same words as `EngineSupervisor` tells of those of this machine."""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.messages import EngineReady
+from tokenmill_server.config import DataParallelConfig
+from tokenmill_server.data_parallel import metric_copies
+from tokenmill_server.data_parallel.agreement import difference
+from tokenmill_server.data_parallel.authentication import is_proof, new_nonce, proof
+from tokenmill_server.data_parallel.connection import channel_over, listen, shown
+from tokenmill_server.data_parallel.messages import (
+    Accepted,
+    Challenge,
+    Facts,
+    FromLauncher,
+    HeadStopped,
+    JoinRequest,
+    Leaving,
+    MetricFiles,
+    MetricFilesKept,
+    Refused,
+    Registration,
+)
+from tokenmill_server.data_parallel.ranks import phrase, without
+from tokenmill_server.engine_table import EngineUpdate
+from tokenmill_server.version import __version__
+from tokenmill_server.watcher import Readable, Watcher
+
+logger = logging.getLogger(__name__)
+
+KEY = "headless launcher"
+"""Kind of this module's keys in the watcher."""
+
+_HANDSHAKE_S = 10.0
+_MAX_STRANGERS = 64
+"""Connections that have not registered yet."""
+_REMIND_S = 10.0
+
+
+class _RefusedError(Exception):
+    """A launcher may not join; the message is for its user and ours."""
+
+
+@dataclass(slots=True)
+class _Launcher:
+    """One connection, and what is known of who is at its other end."""
+
+    number: int
+    channel: ControlChannel[FromLauncher]
+    address: str
+    deadline: float
+    """For its registration, on the monotonic clock."""
+    nonce: bytes = field(default_factory=new_nonce)
+    """Ours."""
+    join_nonce: bytes | None = None
+    """The launcher's, once it has asked to join."""
+    ranks: range | None = None
+    """Once it is accepted."""
+    parting: str = ""
+    """Why it leaves, if it has said so."""
+
+    @property
+    def name(self) -> str:
+        return self.address if self.ranks is None else f"the launcher of {phrase(self.ranks)} at {self.address}"
+
+
+class RemoteEngines:
+    """The engine cores of headless launchers."""
+
+    def __init__(self, parallel: DataParallelConfig, facts: Facts, watcher: Watcher, metrics: Path) -> None:
+        """`metrics`: the folder where /metrics finds the values of all processes.
+
+        Raises:
+            ConfigError, StartupError: it is impossible to wait at the address.
+        """
+        self._parallel = parallel
+        self._facts = facts
+        self._watcher = watcher
+        self._metrics = metrics
+        self._key_nonce = new_nonce()
+        self._listener = listen(parallel.address, parallel.rpc_port)
+        self.address = shown(*self._listener.getsockname()[:2])
+        """Where it waits."""
+        watcher.watch(self._listener, (KEY, 0))
+        self._launchers: dict[int, _Launcher] = {}
+        self._last_number = 0
+        self._incarnations: dict[int, int] = {}
+        """Of ranks that have served: the number of the latest incarnation, over all launchers that have had it."""
+        self._bases: dict[int, int] = {}
+        """What the first incarnation of a rank in its present launcher counts as."""
+        self._serving: set[int] = set()
+        self._remind_at = time.monotonic() + _REMIND_S
+        logger.info(
+            "waiting at %s for %s of headless launchers%s",
+            self.address,
+            phrase(self.missing),
+            "" if parallel.token else "; without --data-parallel-token, whoever can reach this address may join",
+        )
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that no launcher has."""
+        theirs = (launcher.ranks for launcher in self._launchers.values() if launcher.ranks is not None)
+        return without(range(self._parallel.size), self._parallel.local_ranks, *theirs)
+
+    @property
+    def next_tick(self) -> float:
+        """When `tick` has something to do next, on the monotonic clock."""
+        return min((launcher.deadline for launcher in self._strangers()), default=self._remind_at)
+
+    def tick(self) -> None:
+        """To be called when `next_tick` has come, or more often: reminds of missing launchers, lets go of connections
+        that say nothing."""
+        now = time.monotonic()
+        for launcher in list(self._strangers()):
+            if launcher.deadline <= now:
+                logger.warning("%s connected but did not register; it is let go", launcher.address)
+                self._forget(launcher)
+        if self._remind_at <= now:
+            self._remind_at = now + _REMIND_S
+            if missing := self.missing:
+                logger.info(
+                    "no launcher has %s yet: start it with --headless --data-parallel-start-rank %d, and with "
+                    "--data-parallel-address and --data-parallel-rpc-port of this head (%s)",
+                    phrase(missing),
+                    missing[0],
+                    self.address,
+                )
+
+    def handle(self, event: Readable) -> list[EngineUpdate]:
+        """Takes in what a launcher said; returns what it changes for others."""
+        number = event.key[1]
+        if number == 0:
+            self._accept()
+            return []
+        launcher = self._launchers.get(number)
+        return [] if launcher is None else self._receive(launcher)
+
+    def say_goodbye(self) -> None:
+        """Tells the launchers that the server ends as it should."""
+        for launcher in self._launchers.values():
+            self._send(launcher, HeadStopped())
+
+    def close(self) -> None:
+        """Lets go of all launchers, which ends them. May be called twice."""
+        for launcher in list(self._launchers.values()):
+            self._forget(launcher)
+        if self._listener.fileno() >= 0:
+            self._watcher.unwatch(self._listener)
+            self._listener.close()
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    def _strangers(self) -> Iterable[_Launcher]:
+        return (launcher for launcher in self._launchers.values() if launcher.ranks is None)
+
+    def _accept(self) -> None:
+        try:
+            connection, where = self._listener.accept()
+        except OSError:  # it went away again, or no descriptor is left
+            return
+        if sum(1 for _ in self._strangers()) >= _MAX_STRANGERS:
+            connection.close()
+            return
+        self._last_number += 1
+        channel: ControlChannel[FromLauncher] = channel_over(connection, FromLauncher)
+        address = shown(*where[:2])
+        launcher = _Launcher(self._last_number, channel, address, time.monotonic() + _HANDSHAKE_S)
+        self._launchers[launcher.number] = launcher
+        self._watcher.watch(channel, (KEY, launcher.number))
+
+    def _receive(self, launcher: _Launcher) -> list[EngineUpdate]:
+        updates: list[EngineUpdate] = []
+        try:
+            for message in launcher.channel.receive_available():
+                updates += self._take(launcher, message)
+        except _RefusedError as error:
+            logger.warning("%s may not join: %s", launcher.address, error)
+            self._send(launcher, Refused(str(error)))
+            self._forget(launcher)
+        except ChannelClosedError as error:
+            return updates + self._lost(launcher, str(error))
+        except (msgspec.MsgspecError, ValueError) as error:
+            return updates + self._lost(launcher, f"it said what is no message of ours: {error}")
+        return updates
+
+    def _lost(self, launcher: _Launcher, reason: str) -> list[EngineUpdate]:
+        """The connection is over; its engine cores end, or have ended."""
+        self._forget(launcher)
+        if launcher.ranks is None:
+            logger.debug("%s left without registering: %s", launcher.address, reason)
+            return []
+        metric_copies.drop_gauges(self._metrics, launcher.number)
+        logger.error("%s is gone%s", launcher.name, f": {launcher.parting}" if launcher.parting else "")
+        gone = [rank for rank in launcher.ranks if rank in self._serving]
+        self._serving.difference_update(gone)
+        self._remind_at = time.monotonic() + _REMIND_S
+        return [
+            EngineLost(rank, self._incarnations[rank], f"engine core {rank} is gone with its launcher", restarts=True)
+            for rank in gone
+        ]
+
+    def _forget(self, launcher: _Launcher) -> None:
+        self._watcher.unwatch(launcher.channel)
+        launcher.channel.close()
+        del self._launchers[launcher.number]
+
+    def _send(
+        self, launcher: _Launcher, message: Challenge | Accepted | Refused | MetricFilesKept | HeadStopped
+    ) -> None:
+        try:
+            launcher.channel.send(message)
+        except ChannelClosedError:
+            logger.debug("%s is gone; its end of file follows", launcher.name)
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _take(self, launcher: _Launcher, message: FromLauncher) -> list[EngineUpdate]:
+        """Raises _RefusedError if the launcher is to be turned away."""
+        match message:
+            case JoinRequest():
+                self._challenge(launcher, message)
+                return []
+            case Registration():
+                self._register(launcher, message)
+                return []
+        if launcher.ranks is None:
+            raise _RefusedError("a launcher registers before it says anything else")
+        match message:
+            case MetricFiles(files=files):
+                metric_copies.keep(self._metrics, launcher.number, files)
+                self._send(launcher, MetricFilesKept())
+            case Leaving(reason=reason):
+                launcher.parting = reason
+            case EngineReady() | EngineLost() | EngineStalled() | EngineRecovered():
+                if message.engine not in launcher.ranks:
+                    raise ValueError(f"engine core {message.engine} is none of its own")
+                return [self._translate(message)]
+        return []
+
+    def _challenge(self, launcher: _Launcher, request: JoinRequest) -> None:
+        if request.version != __version__:
+            raise _RefusedError(
+                f"the head runs Tokenmill {__version__} and this launcher {request.version}; install the same"
+            )
+        launcher.join_nonce = request.nonce
+        evidence = proof(self._parallel.token, "head", request.nonce, launcher.nonce)
+        self._send(launcher, Challenge(__version__, launcher.nonce, evidence))
+
+    def _register(self, launcher: _Launcher, registration: Registration) -> None:
+        if launcher.join_nonce is None or launcher.ranks is not None:
+            raise _RefusedError("a launcher registers once, after it was challenged")
+        body = msgspec.json.encode(registration.facts)
+        ranks = registration.ranks
+        numbers = b"%d %d" % (ranks.start, ranks.stop)
+        nonces = launcher.nonce, launcher.join_nonce
+        if not is_proof(registration.proof, self._parallel.token, "launcher", *nonces, numbers, body):
+            raise _RefusedError("its --data-parallel-token is another; give all launchers the same")
+        if problem := difference(self._facts, registration.facts):
+            raise _RefusedError(problem)
+        self._check_ranks(ranks)
+        if not self._facts.engine_flags:
+            # A head without engine cores learns from the first launcher what the others must have.
+            self._facts = msgspec.structs.replace(self._facts, engine_flags=registration.facts.engine_flags)
+        launcher.ranks = ranks
+        for rank in ranks:
+            self._bases[rank] = self._incarnations.get(rank, -1) + 1
+        self._send(launcher, Accepted(self._key_nonce))
+        logger.info("%s has joined%s", launcher.name, f"; still missing: {phrase(m)}" if (m := self.missing) else "")
+
+    def _check_ranks(self, ranks: range) -> None:
+        size = self._parallel.size
+        if not 0 <= ranks.start < ranks.stop <= size:
+            raise _RefusedError(f"its ranks, from {ranks.start} on {len(ranks)}, are not among 0 to {size - 1}")
+        taken = self._parallel.local_ranks
+        if set(ranks) & set(taken):
+            raise _RefusedError(
+                f"the head itself runs {phrase(taken)}; use --data-parallel-start-rank {taken.stop} or more, or give "
+                "the head another --data-parallel-size-local"
+            )
+        for other in self._launchers.values():
+            if other.ranks is not None and set(ranks) & set(other.ranks):
+                free = f"free: {phrase(missing)}" if (missing := self.missing) else "no rank is free"
+                raise _RefusedError(f"{other.name} has joined already; {free}; use another --data-parallel-start-rank")
+
+    def _translate(self, update: EngineUpdate) -> EngineUpdate:
+        """A launcher counts the incarnations of its engine cores from 0; over all launchers they never repeat."""
+        rank = update.engine
+        incarnation = self._bases[rank] + update.incarnation
+        self._incarnations[rank] = max(incarnation, self._incarnations.get(rank, 0))
+        if isinstance(update, EngineReady):
+            self._serving.add(rank)
+        elif isinstance(update, EngineLost):
+            self._serving.discard(rank)
+        return msgspec.structs.replace(update, incarnation=incarnation)

@@ -1,0 +1,215 @@
+"""`tokenmill serve --headless`: engine cores for a head that runs elsewhere.
+
+It joins the head before anything loads, tells it what becomes of the engine cores, and ends with it. Requests and
+tokens do not pass here: API servers and engine cores speak to each other directly.
+"""
+
+import contextlib
+import logging
+import os
+import time
+
+from tokenmill_engine.errors import EngineDeadError, TokenmillError
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.lifecycle import process_began
+from tokenmill_engine.messages import EngineReady
+from tokenmill_engine.metric_files import retire_process
+from tokenmill_server.config import Configuration, DataParallelConfig
+from tokenmill_server.data_parallel.agreement import facts_of
+from tokenmill_server.data_parallel.joining import Head, join
+from tokenmill_server.data_parallel.messages import (
+    FromHead,
+    FromLauncher,
+    HeadStopped,
+    Leaving,
+    MetricFiles,
+    MetricFilesKept,
+    Refused,
+)
+from tokenmill_server.data_parallel.metric_copies import MetricFilesSource
+from tokenmill_server.data_parallel.ranks import phrase
+from tokenmill_server.engine_table import EngineTable, EngineUpdate
+from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
+from tokenmill_server.flags.values import FlagValues
+from tokenmill_server.launching import child_environment, end_at_once, stop_signals
+from tokenmill_server.run_dir import RunDir
+from tokenmill_server.supervisor import EngineSupervisor
+from tokenmill_server.watcher import Event, Exited, Readable, Said, Signalled, Watcher
+
+logger = logging.getLogger(__name__)
+
+_KEY = ("head", 0)
+_METRICS_INTERVAL_S = 0.25
+"""How far /metrics of the head may be behind for engine cores of this launcher."""
+
+
+def serve_headless(values: FlagValues, parallel: DataParallelConfig) -> int:
+    """Runs engine cores until told to stop, or until the head stops; returns the exit status. Main thread only.
+
+    Raises:
+        ConfigError: flags contradict each other or do not fit the model, or the head does not let this launcher in.
+        StartupError: this machine has not got the device or the memory, or a process could not start.
+        EngineDeadError: the head is gone, or the last engine core.
+    """
+    tell_what_has_no_effect(values, parallel)
+    with (
+        Watcher() as watcher,
+        watcher.watch_signals(stop_signals(), restore=False) as signals,
+        RunDir() as run_dir,
+        contextlib.ExitStack() as stack,
+    ):
+        head: Head | None = None
+        engines = EngineSupervisor(
+            str(run_dir.path), watcher, process_began(), bind=lambda rank, incarnation: _joined(head).bind()
+        )
+        stack.callback(engines.stop)
+        spawn_first = parallel.size_local <= len(os.sched_getaffinity(0))
+        if spawn_first:
+            _spawn(engines, values, parallel, run_dir)
+        with signals.handled_by(lambda number: end_at_once(number, engines, run_dir)):
+            # Takes a while to import.
+            from tokenmill_server.flags.build import build_configuration
+
+            configuration = build_configuration(values)
+            head = join(parallel, facts_of(configuration.engine, parallel))
+        stack.callback(head.channel.close)
+        if not spawn_first:
+            _spawn(engines, values, parallel, run_dir)
+        return HeadlessLauncher(configuration, head, run_dir, watcher, engines).run()
+
+
+def _spawn(engines: EngineSupervisor, values: FlagValues, parallel: DataParallelConfig, run_dir: RunDir) -> None:
+    engines.spawn(parallel.size_local, values["device"], child_environment(run_dir), parallel.start_rank)
+
+
+def _joined(head: Head | None) -> Head:
+    assert head is not None, "engine cores are configured after the head was joined"
+    return head
+
+
+class HeadlessLauncher:
+    """One run, from when the head has let it in."""
+
+    def __init__(
+        self, configuration: Configuration, head: Head, run_dir: RunDir, watcher: Watcher, engines: EngineSupervisor
+    ) -> None:
+        """`engines` are spawned, not configured yet."""
+        self._configuration = configuration
+        self._ranks = configuration.data_parallel.local_ranks
+        self._head = head
+        self._watcher = watcher
+        self._engines = engines
+        self._table = EngineTable(len(self._ranks))
+        self._metrics_dir = str(run_dir.metrics)
+        self._metrics = MetricFilesSource(run_dir.metrics)
+        self._metrics_due = 0.0
+        self._metrics_kept = True
+        """The head has taken in what was sent last."""
+        self._is_announced = False
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Handles what happens until this launcher is to end; returns the exit status."""
+        self._watcher.watch(self._head.channel, _KEY)
+        try:
+            self._engines.configure(self._configuration.engine, self._configuration.faults)
+            while self._status is None:
+                for event in self._watcher.wait(self._time_to_wait()):
+                    self._handle(event)
+                for update in self._engines.tick():
+                    self._tell(update)
+                self._send_metrics()
+            # Engine cores that are told to end take the folder with the metrics for one that nobody owns any more.
+            self._send_metrics(last=True)
+            self._send(Leaving("it was told to stop"))
+            return self._status
+        except TokenmillError as error:
+            self._send(Leaving(error.message))
+            raise
+
+    def _time_to_wait(self) -> float:
+        at = min(self._engines.next_tick, self._metrics_due if self._metrics_kept else float("inf"))
+        return max(0.0, at - time.monotonic())
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Signalled(number=number):
+                logger.info("%s: stopping; the head goes on without %s", number.name, phrase(self._ranks))
+                self._status = 0
+            case Said(key=("engine", _)) | Exited(key=("engine", _)):
+                update = self._engines.handle(event)
+                if isinstance(event, Exited):
+                    retire_process(self._metrics_dir, event.pid)
+                if update is not None:
+                    self._tell(update)
+            case Readable():
+                self._hear()
+
+    def _hear(self) -> None:
+        try:
+            messages = self._head.channel.receive_available()
+        except ChannelClosedError:
+            if self._status is None:
+                raise EngineDeadError(
+                    f"the head at {self._head.address} is gone, and its launchers end with it"
+                ) from None
+            return
+        for message in messages:
+            self._take(message)
+
+    def _take(self, message: FromHead) -> None:
+        match message:
+            case MetricFilesKept():
+                self._metrics_kept = True
+            case HeadStopped():
+                logger.info("the head has stopped; so does this launcher")
+                self._status = 0
+            case Refused(message=reason):
+                raise EngineDeadError(f"the head lets this launcher go: {reason}")
+
+    def _tell(self, update: EngineUpdate) -> None:
+        """Tells the head what became of an engine core. Raises EngineDeadError if it was the last one."""
+        self._table.apply(update)
+        self._send(update)
+        match update:
+            case EngineReady() if len(self._table.ready) == len(self._ranks) and not self._is_announced:
+                self._is_announced = True
+                logger.info(
+                    "ready: %s for the head at %s after %.1f s",
+                    phrase(self._ranks),
+                    self._head.address,
+                    time.monotonic() - process_began(),
+                )
+            case EngineReady() if self._is_announced:
+                logger.info("engine core %d serves again", update.engine)
+            case EngineStalled():
+                timeout_s = self._configuration.faults.engine_stall_timeout_s
+                logger.error(
+                    "engine core %d is stalled: it has work but finished no step for %g s", update.engine, timeout_s
+                )
+            case EngineRecovered():
+                logger.info("engine core %d gets on again", update.engine)
+            case EngineLost(message=message) if self._table.is_hopeless:
+                raise EngineDeadError(message)
+            case EngineLost(message=message, restarts=restarts):
+                logger.error(
+                    "%s; its requests are lost, %s",
+                    message,
+                    "starting it again" if restarts else "it is not started again",
+                )
+
+    def _send_metrics(self, last: bool = False) -> None:
+        now = time.monotonic()
+        if not last and (now < self._metrics_due or not self._metrics_kept):
+            return
+        self._metrics_due = now + _METRICS_INTERVAL_S
+        if changes := self._metrics.changes():
+            self._metrics_kept = False
+            self._send(MetricFiles(changes))
+
+    def _send(self, message: FromLauncher) -> None:
+        try:
+            self._head.channel.send(message)
+        except ChannelClosedError:
+            logger.debug("the head is gone; its end of file follows")

@@ -1,0 +1,102 @@
+"""What a headless launcher and the head say to each other, over one TCP connection for each headless launcher.
+
+    headless launcher                     head
+    JoinRequest          ──────────▶
+                         ◀──────────      Challenge, or Refused
+    Registration         ──────────▶
+                         ◀──────────      Accepted, or Refused
+    EngineUpdate, MetricFiles, Leaving ─▶
+                         ◀──────────      MetricFilesKept, HeadStopped
+
+The end of file means that the other side is gone. `JoinRequest`, `Challenge` and `Refused` keep their meaning over
+versions, so that different ones can tell each other so.
+"""
+
+import msgspec
+
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.messages import EngineReady
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What all launchers of a deployment must have in common."""
+
+    model_name: str
+    """Shown to people; may differ."""
+    model_digest: str
+    """Of the architecture and samples of the weights."""
+    flags: dict[str, str]
+    """Flag of `serve` -> its resolved value."""
+    engine_flags: dict[str, str]
+    """The same, of flags that only engine cores heed; empty for a head that has none."""
+
+
+class JoinRequest(msgspec.Struct, tag=True, frozen=True):
+    """First message of a headless launcher."""
+
+    version: str
+    """Of Tokenmill."""
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, tag=True, frozen=True):
+    """The head's answer."""
+
+    version: str
+    nonce: bytes
+    proof: bytes
+    """That the head knows the token."""
+
+
+class Registration(msgspec.Struct, tag=True, frozen=True):
+    """The ranks that a headless launcher has, once it knows the head for the right one."""
+
+    start_rank: int
+    num_ranks: int
+    facts: Facts
+    proof: bytes
+    """That the launcher knows the token."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.start_rank, self.start_rank + self.num_ranks)
+
+
+class Accepted(msgspec.Struct, tag=True, frozen=True):
+    """The ranks are taken; their engine cores may load."""
+
+    key_nonce: bytes
+    """From which both sides make the key of the engine cores' sockets."""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The launcher is not let in; one readable sentence says why, and what to do. The connection ends."""
+
+    message: str
+
+
+class MetricFiles(msgspec.Struct, tag=True, frozen=True):
+    """Metric files of the launcher's processes that have changed, by name: what is in use of them, compressed. None:
+    the file is gone. The next message of this kind waits for `MetricFilesKept`."""
+
+    files: dict[str, bytes | None]
+
+
+class MetricFilesKept(msgspec.Struct, tag=True, frozen=True):
+    """From now on /metrics tells what those files said."""
+
+
+class Leaving(msgspec.Struct, tag=True, frozen=True):
+    """The launcher ends; one sentence says why."""
+
+    reason: str
+
+
+class HeadStopped(msgspec.Struct, tag=True, frozen=True):
+    """The server was told to end; so may its launchers."""
+
+
+FromLauncher = (
+    JoinRequest | Registration | EngineReady | EngineLost | EngineStalled | EngineRecovered | MetricFiles | Leaving
+)
+FromHead = Challenge | Accepted | Refused | MetricFilesKept | HeadStopped

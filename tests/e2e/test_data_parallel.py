@@ -1,0 +1,266 @@
+"""Data-parallel ranks of several launchers: a head and headless ones, hybrid and external balancing."""
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.conftest import TINY_FLAGS
+from tests.support.exposition import samples
+from tests.support.server import Server, check_error, run_serve, start_server, wait_for
+from tests.support.streams import BackgroundStream, at_once, raw_request
+
+pytestmark = pytest.mark.slow
+
+TOKEN = {"TOKENMILL_DP_TOKEN": "only for tests"}
+_START_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Deployment:
+    """Launchers that share a rendezvous, each with its flags."""
+
+    def __init__(self, model: Path, *common: str, token: bool = True) -> None:
+        self.port = free_port()
+        self._common = (str(model), *TINY_FLAGS, "--data-parallel-rpc-port", str(self.port), *common)
+        self._env = TOKEN if token else {}
+
+    @contextlib.contextmanager
+    def head(self, *flags: str) -> Iterator[Server]:
+        """Not ready before its headless launchers are."""
+        with start_server(*self._common, *flags, env=self._env, wait=False) as server:
+            yield server
+
+    @contextlib.contextmanager
+    def headless(self, *flags: str) -> Iterator[Server]:
+        with start_server(*self._common, "--headless", *flags, env=self._env, wait=False) as launcher:
+            yield launcher
+
+    def refused(self, *flags: str, env: dict[str, str] | None = None) -> str:
+        """The last line of a launcher that cannot start."""
+        done = run_serve(*self._common, "--port", "0", *flags, env=self._env if env is None else env)
+        assert done.returncode == 1
+        return done.stderr.splitlines()[-1]
+
+
+def wait_for_ranks(launcher: Server) -> None:
+    wait_for(lambda: "ready: rank" in launcher.log or launcher.process.poll() is not None, _START_S, "engine cores")
+    assert launcher.process.poll() is None, launcher.log
+
+
+def pinned(server: Server, rank: int, **fields: object) -> str:
+    body = {"prompt": "The mill", "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
+    response = server.http.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)})
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def endless(server: Server, rank: int) -> BackgroundStream:
+    """A stream of this rank that only a fault ends."""
+    fields = {"prompt": "Once", "max_tokens": 50000, "ignore_eos": True}
+    return BackgroundStream(server.url, "/v1/completions", headers={"X-data-parallel-rank": str(rank)}, **fields)
+
+
+def wait_for_running(server: Server, count: int, **labels: str) -> None:
+    wait_for(lambda: server.metric("num_requests_running", **labels) == count, 20, f"{count} running requests")
+
+
+def health(server: Server) -> int | None:
+    try:
+        return server.http.get("/health").status_code
+    except httpx.TransportError:
+        return None
+
+
+def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    assert alive == [], f"still there after {timeout_s} s: {[process.cmdline() for process in alive]}"
+
+
+def finished(server: Server, rank: int) -> float:
+    return server.metric("request_success_total", engine=str(rank))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A head with rank 0 and two API servers, and a headless launcher with ranks 1 and 2."""
+
+    deployment: Deployment
+    head: Server
+    launcher: Server
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path) -> Iterator[Pair]:
+    deployment = Deployment(tiny_model, "-dp", "3")
+    with deployment.head("-dpl", "1", "-asc", "2") as head, deployment.headless("-dpl", "2", "-dpr", "1") as launcher:
+        wait_for_ranks(launcher)
+        head.wait_until_ready()
+        yield Pair(deployment, head, launcher)
+
+
+def test_requests_reach_all_ranks(pair: Pair, tiny_server: Server) -> None:
+    """With the answers of one engine core, whichever rank gives them; no series is there twice."""
+    head = pair.head
+    assert (len(head.engine_pids()), len(pair.launcher.engine_pids())) == (1, 2)
+    assert (len(head.api_server_pids()), pair.launcher.api_server_pids()) == (2, [])
+    before = [finished(head, rank) for rank in range(3)]
+    fields = [
+        {"prompt": f"{number} mills ground", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        for number in range(24)
+    ]
+    answers = at_once([lambda f=f: head.text(**f) for f in fields])  # type: ignore[misc]
+    assert answers == [tiny_server.text(**f) for f in fields]
+    assert len({pinned(head, rank) for rank in range(3)}) == 1
+    wait_for(lambda: sum(finished(head, rank) for rank in range(3)) == sum(before) + 27, 5, "metrics of all ranks")
+    assert all(finished(head, rank) >= before[rank] + 2 for rank in range(3))
+    samples(head.http.get("/metrics").text)
+
+
+def test_a_rank_that_is_not_there_is_refused(pair: Pair) -> None:
+    response = pair.head.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "3"})
+    assert "ranks 0 to 2" in check_error(response, 400)["message"]
+
+
+def test_a_client_that_leaves_frees_a_remote_rank(pair: Pair) -> None:
+    head = pair.head
+    clients = [
+        raw_request(head.url, "/v1/completions", {"prompt": "Once", "max_tokens": 50000, "ignore_eos": True})
+        for _ in range(6)
+    ]
+    wait_for_running(head, 6)
+    assert head.metric("num_requests_running", engine="0") < 6
+    for client in clients:
+        client.close()
+    head.check_idle()
+
+
+def test_a_killed_api_server_frees_remote_ranks(pair: Pair) -> None:
+    head = pair.head
+    streams = [endless(head, rank) for rank in (1, 2) for _ in range(2)]
+    wait_for_running(head, 4)
+    for pid in head.api_server_pids():
+        head.kill(pid)
+    for stream in streams:
+        result = stream.result(10)
+        assert result.broken or result.error is not None
+    wait_for(lambda: len(head.api_server_pids()) == 2, 30, "API servers")
+    wait_for(lambda: health(head) == 200, 30, "a healthy head")
+    head.check_idle()
+    assert len({pinned(head, rank) for rank in range(3)}) == 1
+
+
+def test_a_killed_engine_core_is_restarted_by_its_launcher(pair: Pair) -> None:
+    head, launcher = pair.head, pair.launcher
+    count = finished(head, 1)
+    pinned(head, 1)
+    wait_for(lambda: finished(head, 1) == count + 1, 5, "metrics")
+    lost, kept = endless(head, 1), endless(head, 2)
+    wait_for_running(head, 2)
+    launcher.kill(launcher.engine_pids()[0])
+    error = lost.result(10).error
+    assert error is not None
+    assert "engine core 1 was killed" in error["message"]
+    wait_for(lambda: "engine core 1 serves again" in head.log, 60, "a restarted engine core")
+    pinned(head, 1)
+    wait_for(lambda: finished(head, 1) == count + 2, 5, "metrics of both incarnations")
+    assert kept.is_alive()
+    assert head.metric("num_requests_running") == 1
+
+
+def test_launchers_that_do_not_fit_are_refused_before_weights_load(pair: Pair) -> None:
+    """Also while everything else serves, which goes on."""
+    refused = pair.deployment.refused
+    headless = ("--headless", "-dpl", "1", "-dpr", "2")
+    assert "has joined already; no rank is free" in refused(*headless)
+    assert "another --data-parallel-token" in refused(*headless, env={"TOKENMILL_DP_TOKEN": "guess"})
+    assert "give both the same" in refused(*headless, "--block-size", "32")
+    assert "the head itself runs rank 0" in refused("--headless", "-dpl", "1", "-dpr", "0")
+    assert "is already in use" in refused("-dpl", "1")
+    assert len({pinned(pair.head, rank) for rank in range(3)}) == 1
+
+
+def test_launchers_come_late_go_and_come_back(tiny_model: Path) -> None:
+    """The head waits for them at first; later it serves without them: their requests fail, others go on."""
+    deployment = Deployment(tiny_model, "-dp", "2", token=False)
+    with deployment.head("-dpl", "1") as head:
+        wait_for(lambda: "no launcher has rank 1 yet: start it with --headless" in head.log, 60, "a reminder")
+        with deployment.headless("-dpl", "1", "-dpr", "1") as launcher:
+            head.wait_until_ready()
+            processes = launcher.descendants()
+            lost, kept = endless(head, 1), endless(head, 0)
+            wait_for_running(head, 2)
+            launcher.kill(launcher.process.pid)
+            error = lost.result(10).error
+            assert error is not None
+            assert error["message"] == "engine core 1 is gone with its launcher"
+            wait_for_end(processes, 10)
+        assert health(head) == 200
+        response = head.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "1"})
+        check_error(response, 503)
+        assert pinned(head, 0)
+        assert kept.is_alive()
+        with deployment.headless("-dpl", "1", "-dpr", "1") as launcher:
+            wait_for(lambda: "engine core 1 serves again" in head.log, 60, "the rank")
+            assert pinned(head, 1) == pinned(head, 0)
+            assert kept.is_alive()
+            processes = [*launcher.descendants(), *head.descendants()]
+            head.kill(head.process.pid)
+            assert launcher.process.wait(10) == 1
+            assert "is gone, and its launchers end with it" in launcher.log.splitlines()[-1]
+            wait_for_end(processes, 10)
+
+
+def test_orderly_ends(tiny_model: Path) -> None:
+    """Of a headless launcher, whose ranks are missed; and of a head, which has no engine cores of its own here."""
+    deployment = Deployment(tiny_model, "-dp", "2")
+    with (
+        deployment.headless("-dpl", "1", "-dpr", "1") as second,
+        deployment.headless("-dpl", "1") as first,
+        deployment.head("-dpl", "0") as head,
+    ):
+        head.wait_until_ready()
+        assert head.engine_pids() == []
+        assert pinned(head, 0) == pinned(head, 1)
+        processes = [*first.descendants(), *second.descendants(), *head.descendants()]
+        assert second.stop() == 0
+        wait_for(lambda: "is gone: it was told to stop" in head.log, 10, "its leave")
+        assert pinned(head, 0)
+        assert finished(head, 1) == 1
+        stopped_at = time.monotonic()
+        assert head.stop(signal.SIGINT) == 0
+        assert first.process.wait(10) == 0
+        assert time.monotonic() - stopped_at < 15
+        wait_for_end(processes, 10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"), [(("-dp", "4", "-dpl", "2", "-dpr", "2"), (2, 3)), (("-dp", "4", "-dpn", "1"), (1,))]
+)
+def test_launchers_that_need_no_others(tiny_model: Path, flags: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    """Hybrid and external balancing: ranks have their numbers in labels, titles and the header."""
+    with start_server(str(tiny_model), *TINY_FLAGS, *flags) as server:
+        answers = {pinned(server, rank) for rank in ranks}
+        assert len(answers) == 1
+        assert [finished(server, rank) for rank in ranks] == [1] * len(ranks)
+        assert {
+            name.partition('engine="')[2].partition('"')[0]
+            for name in samples(server.http.get("/metrics").text)
+            if "engine=" in name
+        } == {str(rank) for rank in ranks}
+        titles = " ".join(" ".join(process.cmdline()) for process in server.descendants())
+        assert all(f"engine core {rank}" in titles for rank in ranks)
+        response = server.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "0"})
+        assert "has no data-parallel rank 0" in check_error(response, 400)["message"]
