@@ -61,8 +61,8 @@ class SlotTable:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of running requests that are in no step yet, beyond the one that each is about to sample from."""
-        running = self._order[: self._num_running]
-        return int((self.num_tokens[running] - self.num_computed[running]).sum()) - self._num_running
+        # Free slots have nothing left to compute, and need not be left out.
+        return int(np.add.reduce(self.num_tokens - self.num_computed)) - self._num_running
 
     def request(self, slot: int) -> Request:
         """The request in an occupied slot."""
@@ -103,6 +103,7 @@ class SlotTable:
         self._num_running = len(left)
         self._order[: self._num_running] = left
         self.requests[slot] = None
+        self.num_tokens[slot] = self.num_computed[slot] = 0
         self.epochs[slot] += 1
         self._free.append(slot)
         request.slot = -1
@@ -131,6 +132,7 @@ class SlotTable:
             known = request.num_prompt_tokens + self.num_outputs[slot]
             assert self.num_committed[slot] < known <= self.num_tokens[slot]
         assert all(self.requests[slot] is None for slot in self._free)
+        assert not (self.num_tokens[self._free].any() or self.num_computed[self._free].any())
 
     def _column(self) -> IntArray:
         return np.zeros(self.num_slots, dtype=np.int32)
