@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import triton
 
 from tests.support.device_waits import refuse_synchronization
 from tests.support.generations import NUM_OUTPUT, SAMPLED, prompts
@@ -145,6 +146,26 @@ def test_steady_steps_pin_no_memory(params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
+def test_no_request_waits_for_a_kernel_that_is_compiled(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny model in float32; `tests/engine_core/worker/test_rehearsal.py` has the products of bfloat16."""
+    on = worker("cuda", enforce_eager)
+    compiled: list[str] = []
+
+    def listen(*, src: triton.compiler.ASTSource, **_: object) -> None:
+        compiled.append(src.name)
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    params = [
+        *SAMPLED,
+        *(SamplingParams(temperature=0.0, seed=0, logprobs=2, prompt_logprobs=k % 3) for k in range(12)),
+    ]
+    for budget in (512, 19):
+        for some in (params[:12], params[12:], CAPTURED, [GREEDY] * 12):
+            generate(on, some, budget=budget, depth=2)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
 def test_steps_know_how_long_they_took(enforce_eager: bool) -> None:
     on = worker("cuda", enforce_eager)
     started = time.perf_counter()
@@ -156,8 +177,7 @@ def test_steps_know_how_long_they_took(enforce_eager: bool) -> None:
 
 def test_prompts_are_timed_at_the_start() -> None:
     capacity = Worker(engine_config("cuda")).initialize()
-    # Prompts of 512 tokens, the longest that the model takes, do not fill the budget.
-    assert [tokens for tokens, _ in capacity.prefill_costs] == [256, 512, 1024, 2048]
+    assert [tokens for tokens, _ in capacity.prefill_costs] == [256, 512, 1024, 2048, BUDGET]
     assert all(0 < seconds < 1 for _, seconds in capacity.prefill_costs)
 
 

@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -12,18 +11,17 @@ from tokenmill_engine.attention.selection import attention_backend
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import KVGroup
-from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
-from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.cuda_graphs import GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
 from tokenmill_engine.worker.cuda_steps import CudaSteps
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
 from tokenmill_engine.worker.model_runner import ModelRunner
-from tokenmill_engine.worker.rehearsal import GREEDY, MOST_MEMORY, prefill_sizes, prompt_lengths, rehearsal_plan
-from tokenmill_engine.worker.shapes import Ladder, exact_shape
+from tokenmill_engine.worker.rehearsal import RehearsalPlans
+from tokenmill_engine.worker.shapes import Ladder
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 from tokenmill_kernels import ops
 from tokenmill_kernels.gpu.compilation import CompileError, compile_ahead, keep_compiled_kernels
@@ -71,6 +69,13 @@ class CudaBackend:
         ladder = None if config.device.enforce_eager else self._ladder
         self._steps = CudaSteps(model, self._inputs, self._graphs, ladder)
         self._runner = ModelRunner(model, tables, self._steps)
+        self._plans = RehearsalPlans(
+            config.scheduler.max_num_seqs,
+            max_tokens,
+            config.model.max_model_len,
+            len(groups),
+            config.cache.block_size,
+        )
 
     def kv_bytes(self, block_bytes: int) -> int:
         use = self._profile()
@@ -102,7 +107,7 @@ class CudaBackend:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
-        self._runner.execute(self._largest_plan()).wait()
+        self._runner.execute(self._plans.largest()).wait()
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
         graphs = self._graph_bytes()
         self._prefill_costs = self._time_prefills()
@@ -115,19 +120,16 @@ class CudaBackend:
         return MeasuredUse(weights=allocated + outside, peak=peak, graphs=graphs)
 
     def _rehearse(self) -> None:
-        """Run every kernel that steps of all sizes will need, on few layers and no requests: so they are compiled and
+        """Run every kernel that steps of any kind will need, on few layers and no requests: so they are compiled and
         loaded, and libraries have their work space on the streams that run and capture."""
         self._inputs.ring.clear()
         ops.prepare_linears(self._model.linear_shapes(), self._model.dtype, self.device)
-        few = self._steps.excerpt()
-        graph_calls = [call for _, call in few.graph_calls()]
-        prefills = [partial(few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._prefill_plans()]
-        largest = partial(ModelRunner(few.model, self._tables, few).execute, self._largest_plan())
-        # What takes longest to compile comes first.
-        self._compile([*prefills, largest, *reversed(graph_calls)])
+        rehearsal = CudaRehearsal(self._steps, self._ladder, self._plans)
+        self._compile(rehearsal.to_compile())
         self._inputs.ring.clear()
-        self._graphs.rehearse([*graph_calls, *prefills])
+        self._graphs.rehearse(rehearsal.to_run())
         self._inputs.ring.clear()
+        rehearsal.run_unusual()
 
     @torch.inference_mode()
     def _compile(self, calls: Sequence[Callable[[], object]]) -> None:
@@ -144,7 +146,7 @@ class CudaBackend:
         """As `KVCapacity.prefill_costs`: with graphs where steps of that size have them, and of each size the quickest
         of several steps, since one may wait for the host, which loads weights meanwhile. Largest first, so that the
         device is busy while the others are launched."""
-        plans = self._prefill_plans()
+        plans = self._plans.prefills()
         calls = dict(self._steps.graph_calls())
         for shape in filter(None, map(self._ladder.padded, plans)):
             if shape in calls:
@@ -175,21 +177,3 @@ class CudaBackend:
             self._graphs.capture(shape, call)
         taken = before - DeviceMemory.of(self.device).free
         return taken + (len(calls) - len(largest)) * memory.GRAPH_BYTES
-
-    def _prefill_plans(self) -> list[StepPlan]:
-        """Steps of nothing but prompts, largest first."""
-        scheduler, max_model_len = self._config.scheduler, self._config.model.max_model_len
-        shapes = [
-            prompt_lengths(size, max_model_len, scheduler.max_num_seqs)
-            for size in reversed(prefill_sizes(scheduler.max_num_batched_tokens))
-        ]
-        return [self._plan(*shape, GREEDY) for shape in dict.fromkeys(shapes)]
-
-    def _largest_plan(self) -> StepPlan:
-        scheduler = self._config.scheduler
-        num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        tokens_each = min(scheduler.max_num_batched_tokens // num_reqs, self._config.model.max_model_len)
-        return self._plan(num_reqs, tokens_each, MOST_MEMORY)
-
-    def _plan(self, num_reqs: int, tokens_each: int, sampling: SamplingParams) -> StepPlan:
-        return rehearsal_plan(num_reqs, tokens_each, len(self._groups), self._config.cache.block_size, sampling)

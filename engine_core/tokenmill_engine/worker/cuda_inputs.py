@@ -4,6 +4,8 @@ All tensors of a batch are views of buffers that live as long as the worker, so 
 replayed for later steps of the same shape.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
@@ -11,7 +13,7 @@ from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.worker.cuda_writes import ScatterWriter
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.shapes import StepShape
-from tokenmill_engine.worker.slots import SlotTables
+from tokenmill_engine.worker.slots import SlotTables, Write
 from tokenmill_engine.worker.step_ring import StepEntry, StepRing
 from tokenmill_kernels.gpu import exchange, state
 
@@ -52,8 +54,12 @@ class CudaInputs:
             raise ValueError(f"{plan.num_tokens} tokens of {plan.num_reqs} requests are more than the buffers hold")
         rows, rest = entry.write(plan, self.tables.changes(plan))
         if rest:
-            self._writer.write(rest)
+            self.write_apart(rest)
         return rows
+
+    def write_apart(self, changes: Sequence[Write]) -> None:
+        """Enqueue: changes of the tables that an entry has no room for."""
+        self._writer.write(changes)
 
     def receive(self) -> None:
         """Enqueue: take in the next entry, padded for a step of any shape."""

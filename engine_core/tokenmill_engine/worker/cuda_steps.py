@@ -40,12 +40,13 @@ class CudaSteps:
             (inputs.num_rows, model.architecture.hidden_size), dtype=model.dtype, device=inputs.tables.device
         )
 
-    def excerpt(self) -> "CudaSteps":
-        """The same buffers, with a model of few layers that launches the same kernels."""
+    def excerpt(self, ladder: Ladder | None) -> "CudaSteps":
+        """The same buffers, with a model of few layers that launches the same kernels, and with that `ladder`."""
         layers = self.model.distinct_layers()
         excerpt = copy.copy(self)
         excerpt.model = self.model.excerpt(layers)
         excerpt.kv_caches = [self.kv_caches[layer] for layer in layers]
+        excerpt.ladder = ladder
         return excerpt
 
     def begin(self, plan: StepPlan) -> "_CudaStep":
@@ -56,6 +57,10 @@ class CudaSteps:
         chosen = None if shape.num_outputs is None else self.inputs.logit_index[: shape.num_outputs]
         batch = self.inputs.expand(shape)
         return self.model.forward(batch, self.kv_caches, chosen, out=self.hidden[: shape.num_hidden])
+
+    def forward_all(self, shape: StepShape) -> torch.Tensor:
+        """As `forward`, of all tokens: [num_tokens, hidden_size], in new memory."""
+        return self.model.forward(self.inputs.expand(shape), self.kv_caches)
 
     def _receive_and_forward(self, shape: StepShape) -> torch.Tensor:
         self.inputs.receive()
@@ -119,8 +124,7 @@ class _CudaStep:
 
     def _forward_all(self) -> Hidden:
         steps = self._steps
-        batch = steps.inputs.expand(exact_shape(self._plan, None))
-        every = steps.model.forward(batch, steps.kv_caches)
+        every = steps.forward_all(exact_shape(self._plan, None))
         chosen = steps.hidden[: self._num_samples]
         if self._plan.num_decodes == self._plan.num_reqs:
             chosen.copy_(every)

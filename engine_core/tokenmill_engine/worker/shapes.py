@@ -54,6 +54,24 @@ def exact_shape(plan: StepPlan, num_outputs: int | None) -> StepShape:
     return StepShape(plan.num_tokens, plan.num_reqs, plan.num_decodes, int(plan.num_scheduled.max()), num_outputs)
 
 
+_CHUNK_SIZES = (2, 16, 32, 64, 128)
+_MANY_DECODES = 48
+"""With one more request, more than attention counts as few."""
+
+
+def chunk_shapes(max_num_seqs: int, max_tokens: int) -> list[StepShape]:
+    """Steps with a chunk of a prompt, of which every hidden state is asked for, as examples: between them they launch
+    every variant of the kernels that small steps without a graph do. Kernels are chosen by whether a chunk is short,
+    whether there are decodes beside it and whether these are few; those of matrix products by the number of tokens."""
+    chunks = [(size, 0) for size in _CHUNK_SIZES]
+    beside_decodes = [(size, decodes) for size in (_CHUNK_SIZES[0], _CHUNK_SIZES[-1]) for decodes in (1, _MANY_DECODES)]
+    return [
+        StepShape(size + decodes, 1 + decodes, decodes, size, None)
+        for size, decodes in (*chunks, *beside_decodes)
+        if size + decodes <= max_tokens and 1 + decodes <= max_num_seqs
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class SampleShape:
     """What fixes every launch of the choice of tokens."""

@@ -1,9 +1,9 @@
 """From logits to the next token of every row, decided on the device.
 
 A fixed chain of launches, whose grids follow from the padded number of rows alone, reads the parameters of each row
-from tables by slot. Rows without a feature leave its launches at once. min_p and top_k cut the distribution after
-temperature, top_p what they leave of it; tokens that tie with the last one kept are kept too. `sampling_search` makes
-that a threshold.
+from tables by slot. Rows without a feature leave its launches at once. The slots of the rows may begin at any address:
+graphs and single steps share one variant of each kernel. min_p and top_k cut the distribution after temperature, top_p
+what they leave of it; tokens that tie with the last one kept are kept too. `sampling_search` makes that a threshold.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 

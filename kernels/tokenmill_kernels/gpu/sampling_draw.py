@@ -125,7 +125,7 @@ def _draw(row_ptr, chunk_mass, chunks, u, row_max, scale, threshold, vocab_size)
     return _token_in_chunk(row_ptr, chunk, remaining, row_max, scale, threshold, vocab_size)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_chunks"])
 def draw_kernel(
     out_ptr, chunk_max_ptr, chunk_sum_ptr, chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr,
     state_ptr, logits_ptr, slots_ptr, floats_ptr, integers_ptr, num_tokens_ptr, num_prompt_ptr, row_stride,

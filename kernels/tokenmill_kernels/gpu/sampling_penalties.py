@@ -55,7 +55,7 @@ def _penalize_row(
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_rows"])
 def _penalties_kernel(
     logits_ptr, counters_ptr, slots_ptr, floats_ptr, token_ids_ptr, num_tokens_ptr, num_prompt_ptr, row_stride,
     token_stride, vocab_size, num_rows, pdl: tl.constexpr, block: tl.constexpr,

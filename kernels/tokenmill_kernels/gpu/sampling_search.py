@@ -65,7 +65,7 @@ def load_span(row_ptr, span, vocab_size):
     return tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_chunks"])
 def scan_kernel(
     chunk_max_ptr, chunk_sum_ptr, logits_ptr, slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks,
     pdl: tl.constexpr,
@@ -134,7 +134,7 @@ def load_state(state_ptr):
     )
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_chunks"])
 def plan_kernel(
     state_ptr, num_listed_ptr, chunk_max_ptr, chunk_sum_ptr, slots_ptr, floats_ptr, integers_ptr, vocab_size,
     num_chunks, pdl: tl.constexpr, chunks_block: tl.constexpr,
@@ -269,7 +269,7 @@ def _refined(state_ptr, pivots_ptr, measures_ptr, top_p, num_spans, num_rounds, 
     return kind, row_max, scale, low, high, measure_low, measure_high, target, floor
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_spans", "num_rounds"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_chunks", "num_spans", "num_rounds"])
 def narrow_kernel(
     next_state_ptr, next_pivots_ptr, next_measures_ptr, state_ptr, pivots_ptr, measures_ptr, chunk_max_ptr, logits_ptr,
     slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans, num_rounds, pdl: tl.constexpr,
@@ -326,7 +326,7 @@ def _measure_span(
         tl.store(measures_ptr + lane, tl.sum(tl.where(weights >= pivot, values, 0.0)))
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_spans", "num_rounds"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_chunks", "num_spans", "num_rounds"])
 def collect_kernel(
     next_state_ptr, chunk_kept_ptr, num_listed_ptr, listed_logits_ptr, listed_tokens_ptr, state_ptr, pivots_ptr,
     measures_ptr, chunk_max_ptr, logits_ptr, slots_ptr, floats_ptr, row_stride, vocab_size, num_chunks, num_spans,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.shapes import MAX_GRAPH_TOKENS, Ladder, exact_shape
+from tokenmill_engine.worker.shapes import MAX_GRAPH_TOKENS, Ladder, chunk_shapes, exact_shape
 
 
 def plan(counts: list[int], num_decodes: int) -> StepPlan:
@@ -81,3 +81,19 @@ def test_exact_shapes() -> None:
     assert (shape.num_tokens, shape.num_rows, shape.num_decodes, shape.max_query_len) == (610, 3, 1, 600)
     assert shape.num_hidden == shape.num_outputs == 2
     assert exact_shape(plan([1, 9, 600], 1), None).num_hidden == 610
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(1, 8), (2, 40), (256, 2048)])
+def test_examples_of_chunks_keep_to_the_limits(max_num_seqs: int, max_tokens: int) -> None:
+    shapes = chunk_shapes(max_num_seqs, max_tokens)
+    assert shapes
+    for shape in shapes:
+        assert shape.num_tokens == shape.num_decodes + shape.max_query_len <= max_tokens
+        assert shape.num_rows == shape.num_decodes + 1 <= max_num_seqs
+        assert shape.num_hidden == shape.num_tokens
+
+
+def test_examples_of_chunks_have_few_decodes_beside_them_and_many() -> None:
+    shapes = chunk_shapes(256, 2048)
+    assert {shape.num_decodes for shape in shapes if shape.max_query_len == 2} == {0, 1, 48}
+    assert {shape.num_decodes for shape in shapes if shape.max_query_len == 128} == {0, 1, 48}

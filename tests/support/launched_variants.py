@@ -1,0 +1,134 @@
+"""Lists the variants of kernels that steps launch, as on a GPU, where there is none: nothing is compiled or computed.
+
+A program of its own, since it makes all of torch believe that tensors are on a GPU: `python -m
+tests.support.launched_variants MAX_NUM_SEQS MAX_TOKENS eager|graphs` prints what steps of many kinds launch and the
+rehearsal of the start does not, one variant a line, and at last how many variants the rehearsal launches.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tests.support.model_loading import CPU, model_config
+from tests.support.tiny_models import cached_tiny_model
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.models.loader import build_model
+from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.sampling import sampler
+from tokenmill_engine.sampling.device import DeviceSampler
+from tokenmill_engine.worker import results
+from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
+from tokenmill_engine.worker.cuda_steps import CudaSteps
+from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.worker.rehearsal import UNUSUAL, RehearsalPlans, rehearsal_plan
+from tokenmill_engine.worker.shapes import Ladder
+from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_kernels import ops
+from tokenmill_kernels.gpu.compilation import compile_ahead
+
+BLOCK_SIZE, MAX_LEN = 16, 512
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+SCORED = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0)
+SAMPLED = (
+    SamplingParams(temperature=1.0, seed=0),
+    SamplingParams(temperature=1.0, seed=0, top_p=0.9, logprobs=20),
+    SamplingParams(temperature=0.0, seed=0, frequency_penalty=0.5),
+    *UNUSUAL,
+)
+CHUNKS: tuple[tuple[int, ...], ...] = ((2,), (5,), (17,), (40,), (65,), (130,), (500, 500), (12,) * 40)
+NUM_DECODES = (0, 1, 9, 48, 60)
+
+
+def pretend_to_have_a_gpu() -> None:
+    """Also where tensors are made by the host, so this comes after all that pins memory."""
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    torch.mm = lambda a, b, out_dtype=None: torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"
+    torch.cuda.synchronize = lambda device=None: None
+    results._to_host = lambda tensor: tensor
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+    )
+
+
+def sample_on_device(steps: CudaSteps) -> None:
+    """Lets the sampler of `steps` work as on a GPU."""
+    tables = steps.inputs.tables
+    steps.chooser._sampler._device = DeviceSampler(tables.sampling, tables.tokens)
+    initialize = sampler.SamplingBatch.__init__
+
+    def with_slots(batch: Any, slots: Any, table: Any) -> None:
+        initialize(batch, slots, table)
+        batch.slots = torch.from_numpy(slots.copy())
+
+    sampler.SamplingBatch.__init__ = with_slots  # type: ignore[method-assign]
+
+
+def make_steps(max_num_seqs: int, max_tokens: int, ladder: Ladder | None) -> CudaSteps:
+    model = build_model(model_config(cached_tiny_model("llama"), dtype="bfloat16"), CPU)
+    shape = SlotShape(max_num_seqs, MAX_LEN, MAX_LEN // BLOCK_SIZE, 1, model.architecture.vocab_size)
+    num_rows = Ladder(max_num_seqs, max_tokens).num_rows
+    inputs = CudaInputs(SlotTables(shape, CPU, shared=False), BLOCK_SIZE, num_rows, max_tokens)
+    steps = CudaSteps(model, inputs, SimpleNamespace(replay=lambda key: None), ladder)
+    steps.kv_caches = [
+        ops.allocate_kv_cache(1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, model.dtype, CPU)
+        for spec in model.kv_specs
+    ]
+    return steps
+
+
+def plans(max_num_seqs: int, max_tokens: int) -> Iterator[StepPlan]:
+    """Steps of decodes and chunks, within the limits, all requests with the same parameters."""
+    steps = [(num_decodes, chunks, GREEDY) for num_decodes in NUM_DECODES for chunks in ((), *CHUNKS)]
+    steps += [(num_decodes, chunks, SCORED) for num_decodes in NUM_DECODES for chunks in CHUNKS]
+    steps += [(num_decodes, (), sampling) for num_decodes in (1, 9, 17, 33, 65) for sampling in SAMPLED]
+    for num_decodes, chunks, sampling in steps:
+        counts = np.array([1] * num_decodes + list(chunks), np.int32)
+        if 0 < len(counts) <= max_num_seqs and counts.sum() <= max_tokens:
+            plan = rehearsal_plan(len(counts), int(counts.max()), 1, BLOCK_SIZE, sampling)
+            yield replace(plan, num_scheduled=counts, num_decodes=num_decodes)
+
+
+def main() -> None:
+    max_num_seqs, max_tokens = int(sys.argv[1]), int(sys.argv[2])
+    ladder = Ladder(max_num_seqs, max_tokens)
+    steps = make_steps(max_num_seqs, max_tokens, None if sys.argv[3] == "eager" else ladder)
+    pretend_to_have_a_gpu()
+    sample_on_device(steps)
+    variants: set[str] = set()
+    found: list[str] = []
+
+    def instead_of_compiling(*, key: Any, repr: str, **_: Any) -> bool:
+        variant = f"{repr} {key}"
+        if variant not in variants:
+            variants.add(variant)
+            found.append(variant)
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = instead_of_compiling
+    rehearsal = CudaRehearsal(steps, ladder, RehearsalPlans(max_num_seqs, max_tokens, MAX_LEN, 1, BLOCK_SIZE))
+    runner = ModelRunner(steps.model, steps.inputs.tables, steps)
+    with torch.inference_mode():
+        compile_ahead(rehearsal.to_compile(), CPU)
+        num_rehearsed = len(found)
+        for plan in plans(max_num_seqs, max_tokens):
+            steps.inputs.ring.clear()
+            compile_ahead([lambda plan=plan: runner.execute(plan)], CPU)  # type: ignore[misc]
+    sys.stdout.write("".join(f"{line}\n" for line in (*found[num_rehearsed:], num_rehearsed)))
+
+
+if __name__ == "__main__":
+    main()
