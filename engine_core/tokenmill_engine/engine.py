@@ -56,10 +56,18 @@ class Executor(Protocol):
 class EngineCore:
     """Scheduler and executor in a pipeline: with asynchronous scheduling, step n + 1 is prepared while n runs.
 
-    `capacity` is what the executor's worker offers, `engine` the number that API servers know it by.
+    `capacity` is what the executor's worker offers, `engine` the number that API servers know it by. `began` is when
+    the start did, of the monotonic clock; None if nobody is to be told how long it takes.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, capacity: KVCapacity, engine: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        capacity: KVCapacity,
+        engine: int = 0,
+        began: float | None = None,
+    ) -> None:
         caching = config.cache.enable_prefix_caching
         self._is_balanced = config.data_parallel_size > 1
         journal = BlockJournal() if self._is_balanced and caching else None
@@ -81,6 +89,8 @@ class EngineCore:
         self._outbox: list[Output] = []
         self._reporter = Reporter(engine, kv.pool, journal, counts_requests=self._is_balanced)
         self._recorder = _Recorder(config, capacity, config.rank_of(engine))
+        self._ready = None if began is None else began + sum(capacity.phases.values())
+        """When the phases of the start but the last were over."""
         logger.info("token budget: %s", self._budget.describe())
 
     @property
@@ -102,6 +112,9 @@ class EngineCore:
                 self._reporter.begin_anew(client, incarnation)
             case Hello(client=client, incarnation=incarnation):
                 self._reporter.add_listener(client, incarnation)
+                # Not one that takes the place of another, long after the start.
+                if self._ready is not None and incarnation == 0:
+                    self._recorder.record_serve(time.monotonic() - self._ready)
 
     def step(self) -> list[Output]:
         """Keep the executor busy and finish the oldest step in flight, if there is one. Returns what to send.
@@ -260,6 +273,10 @@ class _Recorder:
         if 0.0 < elapsed_s < math.inf:
             self._metrics.step_time.observe(elapsed_s)
         self._metrics.mixed_step_tokens.set(mixed_tokens)
+
+    def record_serve(self, elapsed_s: float) -> None:
+        """An API server is connected, so long after the engine was ready; the last one counts."""
+        self._metrics.set_serve(max(0.0, elapsed_s))
 
     def record_refusal(self) -> None:
         self._metrics.count_finish(FinishReason.ERROR)

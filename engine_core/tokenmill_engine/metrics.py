@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, values
 
 from tokenmill_engine.ipc.files import reserve
 from tokenmill_engine.messages import EngineLoad, FinishReason
-from tokenmill_engine.metric_series import SeriesBuilder
+from tokenmill_engine.metric_series import GaugeSeries, SeriesBuilder
 
 REQUEST_LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -144,6 +144,7 @@ class EngineMetrics:
             [{"finished_reason": reason} for reason in _FINISHED_REASONS],
         )
         self._finished = dict(zip(_FINISHED_REASONS, counters, strict=True))
+        self._serve: GaugeSeries | None = None
         self.request_prompt_tokens = build.histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", token_buckets
         )
@@ -190,16 +191,23 @@ class EngineMetrics:
         self._finished[str(reason)].inc()
 
     def set_startup(self, phases: Mapping[str, float]) -> None:
-        """Publish how long each phase of the start took, in seconds, by its name."""
+        """Publish how long each phase of the start took, in seconds, by its name. `set_serve` follows."""
         if not phases:
             return
         series = self._build.gauges(
             "startup_seconds",
-            "Phases of the start, one after the other from the command on; the last ends when the engine can serve.",
-            [{"phase": phase} for phase in phases],
+            "Phases of the start, one after the other from the command on; the last ends when API servers can reach "
+            "the engine.",
+            [{"phase": phase} for phase in (*phases, "serve")],
         )
-        for gauge, seconds in zip(series, phases.values(), strict=True):
+        *earlier, self._serve = series
+        for gauge, seconds in zip(earlier, phases.values(), strict=True):
             gauge.set(seconds)
+
+    def set_serve(self, seconds: float) -> None:
+        """Publish how long the last phase of the start took: until API servers were connected."""
+        if self._serve is not None:
+            self._serve.set(seconds)
 
     def set_cache_config(self, values: Mapping[str, object]) -> None:
         """Publish the KV cache's configuration as labels of `cache_config_info`."""

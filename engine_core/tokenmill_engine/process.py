@@ -54,7 +54,7 @@ class EngineProcess:
         )
         executor, capacity = preparation.start_executor(start.config)
         capacity = dataclasses.replace(capacity, phases=phases | capacity.phases)
-        self._core = EngineCore(start.config, executor, capacity, start.engine)
+        self._core = EngineCore(start.config, executor, capacity, start.engine, start.began)
         self._heartbeat = heartbeat
         heartbeat.has_work = lambda: self._core.has_work or not self.inbox.is_empty
         self.ready = EngineReady(

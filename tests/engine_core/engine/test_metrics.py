@@ -92,6 +92,7 @@ def test_without_a_namespace_there_are_no_series_of_ours() -> None:
     engine.set_load(EngineLoad(1, 2, 0.5))
     engine.count_finish(FinishReason.STOP)
     engine.set_startup({"load": 1.0})
+    engine.set_serve(0.5)
     frontend.inter_token_latency[0].observe_many([0.1])
     frontend.observe_http("/v1/models", "GET", 200, 0.01)
     assert not [series for series in scrape(registry) if ":" in series.split("{")[0]]
@@ -106,10 +107,12 @@ def test_engine_values() -> None:
     metrics.count_finish(FinishReason.LENGTH)
     metrics.set_cache_config({"block_size": 16, "num_gpu_blocks": 99})
     metrics.set_startup({"launch": 0.5, "load": 2.25})
+    metrics.set_serve(0.125)
     values = scrape(registry)
     labels = 'engine="1",model_name="m"'
     assert values[f'tokenmill:startup_seconds{{{labels},phase="launch"}}'] == 0.5
     assert values[f'tokenmill:startup_seconds{{{labels},phase="load"}}'] == 2.25
+    assert values[f'tokenmill:startup_seconds{{{labels},phase="serve"}}'] == 0.125
     assert values[f"tokenmill:num_requests_running{{{labels}}}"] == 3
     assert values[f"tokenmill:num_requests_waiting{{{labels}}}"] == 2
     assert values[f'tokenmill:num_requests_waiting_by_reason{{{labels},reason="capacity"}}'] == 2

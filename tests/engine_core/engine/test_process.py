@@ -67,6 +67,16 @@ def test_it_says_what_it_can_hold(engine: RunningEngine) -> None:
     assert psutil.Process(engine.pid).cmdline()[0].startswith("tokenmill: engine core 0")
 
 
+def test_a_start_ends_when_api_servers_are_connected(engine: RunningEngine, talkers: list[EngineTalker]) -> None:
+    for talker in talkers:
+        while talker.load is None:
+            assert talker.poll(timeout_s=10.0)
+    values = render_metrics(os.path.join(engine.run_dir, "metrics")).decode()
+    (line,) = [line for line in values.splitlines() if 'phase="serve"' in line]
+    assert line.startswith("tokenmill:startup_seconds{")
+    assert float(line.split()[-1]) > 0
+
+
 def test_two_clients_get_their_own_answers_and_the_same_tokens_as_alone(talkers: list[EngineTalker]) -> None:
     prompts = [[5, 6, 7, 8], [200, 201, 202]]
     ids = [talker.add(prompt, GREEDY) for talker, prompt in zip(talkers, prompts, strict=True)]
