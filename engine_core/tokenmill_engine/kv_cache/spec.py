@@ -19,6 +19,9 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
     dtype: Literal["float32", "bfloat16", "float16"]
+    """That of the model. The kernels read and write float8_e4m3fn as well, by scales that layers do not have yet
+    (`ops.rotary_kv_write` and `ops.paged_attention`, both called for `attention.paged`), so no flag leads there:
+    `--kv-cache-dtype` other than auto is refused."""
     window: int | None = None
 
     def block_bytes(self, block_size: int) -> int:
