@@ -111,6 +111,7 @@ class EngineCore:
             case ReportsMissed(client=client, incarnation=incarnation):
                 self._reporter.begin_anew(client, incarnation)
             case Hello(client=client, incarnation=incarnation):
+                self._abort(self.scheduler.request_ids_of(client, incarnation), FinishReason.ABORT)
                 self._reporter.add_listener(client, incarnation)
                 # Not one that takes the place of another, long after the start.
                 if self._ready is not None and incarnation == 0:

@@ -97,7 +97,8 @@ class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """First message of an API server, once its output socket is connected: from now on it is told the load.
 
     The engine answers with a `LoadReport`, which also proves that the way back works, and where it publishes block
-    events with all of its blocks.
+    events with all of its blocks. One that greets again has lost its connection, and with it what was on the way: it
+    has given its requests up, and the engine forgets them.
     """
 
     client: int

@@ -259,6 +259,23 @@ class TestLoad:
         assert bench.reports[0] == []
         assert bench.tokens[kept] == solo_run([7, 8], LONG, 200)[0]
 
+    def test_a_client_that_greets_again_has_given_up_what_it_had(self) -> None:
+        """Its connection was lost, and answers with it."""
+        bench = Bench()
+        for client in (0, 1):
+            bench.core.handle(Hello(client))
+        lost = bench.add(0, [5, 6], LONG)
+        kept = bench.add(1, [7, 8], LONG)
+        bench.step()
+        bench.core.handle(Hello(0))
+        bench.tokens.clear()
+        bench.reports.clear()
+        bench.step()
+        assert bench.core.scheduler.load.num_running == len(bench.reports[0]) == 1
+        bench.run()
+        assert lost not in bench.tokens
+        assert kept in bench.tokens
+
     def test_the_end_of_a_predecessor_does_not_touch_its_successor(self) -> None:
         """The launcher's word may come after the greeting and the requests of the process it started next."""
         bench = Bench()
