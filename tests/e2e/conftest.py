@@ -32,3 +32,11 @@ def smollm_server() -> Iterator[Server]:
     with start_server(*flags) as server:
         server.remember_control()
         yield server
+
+
+@pytest.fixture(scope="session")
+def scaled_server(tiny_model: Path) -> Iterator[Server]:
+    """Four API servers in front of two engine cores. Tests may kill an API server, though not five in a minute."""
+    with start_server(str(tiny_model), *TINY_FLAGS, "--api-server-count", "4", "-dp", "2") as server:
+        server.remember_control()
+        yield server

@@ -30,7 +30,7 @@ class Server:
         self.process = process
         self._log_file = log_file
         self.url = ""
-        self.http = httpx.Client(timeout=60, trust_env=False)
+        self.http = _new_client()
         self._control_text: str | None = None
         self._engine_pids: list[int] = []
 
@@ -57,6 +57,12 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
         return self.process.wait(timeout_s)
+
+    def drop_connections(self) -> None:
+        """Closes those that `http` keeps alive."""
+        self.http.close()
+        self.http = _new_client()
+        self.http.base_url = httpx.URL(self.url)
 
     @staticmethod
     def kill(pid: int) -> None:
@@ -152,6 +158,10 @@ class Server:
 
     def _control(self) -> str:
         return self.text(CONTROL_PROMPT, max_tokens=8, temperature=0)
+
+
+def _new_client() -> httpx.Client:
+    return httpx.Client(timeout=60, trust_env=False)
 
 
 def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
