@@ -101,7 +101,8 @@ class BackgroundStream(threading.Thread):
         self.stream = Stream()
         self.ended_at = 0.0
         """`time.monotonic`"""
-        self._call = (f"{url}{path}", fields, lambda stream: True, headers)
+        self._left = threading.Event()
+        self._call = (f"{url}{path}", fields, lambda stream: not self._left.is_set(), headers)
         self.start()
 
     def run(self) -> None:
@@ -110,6 +111,11 @@ class BackgroundStream(threading.Thread):
 
     def wait_for_events(self, count: int = 1, timeout_s: float = 30) -> None:
         wait_for(lambda: len(self.stream.events) >= count, timeout_s, f"{count} events of a stream")
+
+    def leave(self) -> None:
+        """Goes away with the next event."""
+        self._left.set()
+        self.join(30)
 
     def result(self, timeout_s: float) -> Stream:
         """The whole stream; fails if it hangs."""
