@@ -12,22 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import compare_peer
 from tokenmill_server.bench.compare_plan import START, Group, Load, Session, loads_of, rows_of, seed_offset, sessions_of
+from tokenmill_server.bench.compare_process import LoadError, Log, SideError
 from tokenmill_server.bench.compare_report import Measurement, card_state, memory_used_mib
 from tokenmill_server.bench.compare_result import Result
 from tokenmill_server.bench.compare_sides import (
     Deadline,
-    LoadError,
-    Log,
     Model,
     Running,
     RunningServer,
-    SideError,
     free_port,
     started_driver,
     started_server,
@@ -125,12 +124,19 @@ def run(compare: Compare) -> int:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM ends the block like an exception, so that no server is left behind."""
-    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    """SIGTERM ends the block like an exception, so that no server is left behind. Only the first one counts, to the end
+    of the process: `timeout` sends two, and the second must not end what the first has begun."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is stop:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _report(compare: Compare, result: Result) -> None:

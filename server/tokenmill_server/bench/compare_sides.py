@@ -3,10 +3,8 @@
 import contextlib
 import http.client
 import json
-import os
 import queue
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -18,17 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
-from tokenmill_engine.errors import TokenmillError
 from tokenmill_server.bench.compare_plan import Load
+from tokenmill_server.bench.compare_process import LoadError, Log, SideError, running_process
 
 Figures = dict[str, float]
 
 _POLL_S = 0.05
 _STOP_S = 15.0
-_REAP_S = 5.0
-_LOG_TAIL_CHARS = 4000
+_STDERR_CHARS = 2000
 _MAX_WARMUPS = 32
 _START_PROMPT_TOKENS = 16
 _REPLY_CHARS = 300
@@ -37,14 +32,6 @@ _SETTLE_S = 2.0
 _ALIVE_S = 0.5
 """How often somebody who waits for a driver looks whether it still runs."""
 _STEP_SHARE = 0.4
-
-
-class SideError(TokenmillError):
-    """A side could not start, failed or took too long."""
-
-
-class LoadError(SideError):
-    """One load failed; the side can still run others."""
 
 
 class Deadline:
@@ -81,20 +68,6 @@ class Model:
     max_model_len: int
 
 
-class Log:
-    """What one process says, at the end of a file that others wrote to before."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self._start = file.stat().st_size if file.exists() else 0
-
-    def tail(self) -> str:
-        """The last lines of this process."""
-        with self.file.open("rb") as log:
-            log.seek(self._start)
-            return log.read().decode(errors="replace")[-_LOG_TAIL_CHARS:]
-
-
 class Running(Protocol):
     """A started side."""
 
@@ -107,53 +80,6 @@ class Running(Protocol):
 
     def describe(self, load: Load, seed: int) -> str:
         """The command or the task that `measure` runs."""
-
-
-@contextlib.contextmanager
-def running_process(
-    command: Sequence[str], environment: Mapping[str, str], log: Log, **streams: Any
-) -> Iterator["subprocess.Popen[str]"]:
-    """A process whose descendants, too, are gone after the block. What it says goes to `log`."""
-    with log.file.open("a", encoding="utf-8") as file:
-        file.write(f"$ {' '.join(command)}\n")
-        file.flush()
-        try:
-            process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                stderr=file,
-                start_new_session=True,
-                text=True,
-                **{"stdin": subprocess.DEVNULL, "stdout": file, **streams},
-            )
-        except OSError as error:
-            raise SideError(f"cannot run {command[0]}: {error.strerror}") from error
-        try:
-            yield process
-        finally:
-            _end(process)
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    descendants: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        descendants = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_S)
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(descendants, timeout=1.0)
-    for child in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    with contextlib.suppress(ProcessLookupError):  # children of one that had ended before it was told to
-        os.killpg(process.pid, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=_REAP_S)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what it did not read any more
-                pipe.close()
 
 
 # --- servers ------------------------------------------------------------------------------------------------------
@@ -208,7 +134,7 @@ class RunningServer:
             except subprocess.TimeoutExpired:
                 raise deadline.passed(load.name) from None
             if done.returncode:
-                raise LoadError(f"{load.name}: the load generator failed: {done.stderr[-_LOG_TAIL_CHARS:].strip()}")
+                raise LoadError(f"{load.name}: the load generator failed: {done.stderr[-_STDERR_CHARS:].strip()}")
             result = json.loads((Path(folder) / "result.json").read_text())
         if result["failed"]:
             raise LoadError(f"{load.name}: {result['failed']} of {load.num_prompts} requests failed: {done.stderr}")

@@ -184,7 +184,9 @@ def test_a_comparison_that_is_stopped_leaves_nothing_behind(shape: str, tmp_path
         time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)  # as `timeout` does
+    assert process.wait(60) == 128 + signal.SIGTERM
     assert children
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert (tmp_path / "out" / "result-online8b.json").exists()

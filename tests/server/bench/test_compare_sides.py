@@ -1,5 +1,6 @@
 """The processes of a comparison, where they misbehave."""
 
+import contextlib
 import os
 import sys
 import time
@@ -10,15 +11,8 @@ import pytest
 
 from tokenmill_server.bench import compare, compare_report
 from tokenmill_server.bench.compare_plan import Load
-from tokenmill_server.bench.compare_sides import (
-    Deadline,
-    Log,
-    Model,
-    RunningDriver,
-    SideError,
-    running_process,
-    started_driver,
-)
+from tokenmill_server.bench.compare_process import Log, SideError, running_process
+from tokenmill_server.bench.compare_sides import Deadline, Model, RunningDriver, started_driver
 
 MODEL = Model(Path("/m"), 1000, 512)
 READY = """
@@ -64,18 +58,18 @@ def test_what_a_driver_left_behind_ends_with_it(tmp_path: Path) -> None:
     with running_process([sys.executable, "-c", program], os.environ, log) as process:
         process.wait(60)
         group = process.pid
-        assert [each for each in psutil.pids() if _group(each) == group]
-    deadline_s = time.monotonic() + 60
-    while (left := [each for each in psutil.pids() if _group(each) == group]) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert [each for each in left if psutil.Process(each).status() != psutil.STATUS_ZOMBIE] == []
+        assert _living(group)
+    assert _living(group) == []
 
 
-def _group(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return 0
+def _living(group: int) -> list[int]:
+    """Processes of a process group that run."""
+    members: list[int] = []
+    for each in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(each.pid) == group and each.info["status"] != psutil.STATUS_ZOMBIE:
+                members.append(each.pid)
+    return members
 
 
 def test_a_driver_that_writes_something_else(tmp_path: Path) -> None:
