@@ -26,7 +26,7 @@ from tests.support.tiny_models import VOCAB_SIZE
 from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, short_name
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.control import StartFailed
+from tokenmill_engine.ipc.control import Ping, Pulse, StartFailed
 from tokenmill_engine.messages import AbortRequests, AddRequest, ClientGone, EngineLoad, FinishReason, SamplingParams
 from tokenmill_engine.metric_files import render_metrics
 
@@ -117,6 +117,29 @@ def test_aborted_and_orphaned_requests_leave_an_idle_engine(engine: RunningEngin
     aborted = re.search(r'request_success_total\{engine="0",finished_reason="abort",model_name="tiny"\} (\S+)', values)
     assert aborted is not None
     assert float(aborted[1]) >= 4
+
+
+def test_it_tells_the_launcher_whether_it_gets_on(engine: RunningEngine, talkers: list[EngineTalker]) -> None:
+    def pulse() -> Pulse:
+        engine.child.channel.send(Ping())
+        answer = engine.child.channel.receive()
+        assert isinstance(answer, Pulse)
+        return answer
+
+    talkers[0].wait_for_load(IDLE)
+    assert not pulse().has_work
+    request_id = talkers[0].add([5, 6], ENDLESS)
+    while not talkers[0].answers[request_id].tokens:
+        talkers[0].poll()
+    before = pulse()
+    assert before.has_work
+    deadline = time.monotonic() + 20
+    while pulse().num_turns < before.num_turns + 5:
+        assert time.monotonic() < deadline
+    talkers[0].send(AbortRequests([request_id]))
+    talkers[0].wait_for_load(IDLE)
+    while pulse().has_work:
+        assert time.monotonic() < deadline
 
 
 def test_requests_of_a_client_that_vanished_without_a_word_are_aborted(
