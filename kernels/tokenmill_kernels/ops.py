@@ -140,39 +140,11 @@ def rotary_kv_write(
     None for 1), and the largest e4m3 number for what is larger. `early` promises that the launch right before this
     one writes none of `cos_sin`, `positions` and `slot_mapping`: CUDA may then read them before that one is done.
     """
+    inputs = (q, k, v, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, eps)
     if q.is_cuda:
-        _gpu().rotary.rotary_kv_write(
-            q,
-            k,
-            v,
-            cos_sin,
-            positions,
-            slot_mapping,
-            k_cache,
-            v_cache,
-            q_norm,
-            k_norm,
-            eps,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            early=early,
-        )
-        return
-    cpu.rotary_kv_write(
-        q,
-        k,
-        v,
-        cos_sin,
-        positions,
-        slot_mapping,
-        k_cache,
-        v_cache,
-        q_norm,
-        k_norm,
-        eps,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+        _gpu().rotary.rotary_kv_write(*inputs, k_scale=k_scale, v_scale=v_scale, early=early)
+    else:
+        cpu.rotary_kv_write(*inputs, k_scale=k_scale, v_scale=v_scale)
 
 
 def plan_attention(
