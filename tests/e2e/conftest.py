@@ -36,7 +36,9 @@ def smollm_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def scaled_server(tiny_model: Path) -> Iterator[Server]:
-    """Four API servers in front of two engine cores. Tests may kill an API server, though not five in a minute."""
-    with start_server(str(tiny_model), *TINY_FLAGS, "--api-server-count", "4", "-dp", "2") as server:
+    """Four API servers in front of two engine cores; metrics under both namespaces. Tests may kill an API server,
+    though not five in a minute."""
+    flags = ("--api-server-count", "4", "-dp", "2", "--metrics-namespace", "tokenmill,vllm")
+    with start_server(str(tiny_model), *TINY_FLAGS, *flags) as server:
         server.remember_control()
         yield server

@@ -1,14 +1,9 @@
 """Four API servers in front of two engine cores."""
 
-import re
-from collections.abc import Iterator
-from pathlib import Path
-
 import psutil
 import pytest
 
-from tests.e2e.conftest import TINY_FLAGS
-from tests.support.server import Server, start_server, wait_for
+from tests.support.server import Server
 from tests.support.streams import at_once, read_stream
 
 pytestmark = pytest.mark.slow
@@ -17,11 +12,9 @@ PROMPTS = [f"{number} mills ground" for number in range(20)]
 LIMIT = 24
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Server]:
-    with start_server(str(tiny_model), *TINY_FLAGS, "--api-server-count", "4", "-dp", "2") as server:
-        server.remember_control()
-        yield server
+@pytest.fixture
+def server(scaled_server: Server) -> Server:
+    return scaled_server
 
 
 def test_processes(server: Server) -> None:
@@ -58,32 +51,6 @@ def test_a_request_can_be_pinned_to_an_engine_core(server: Server) -> None:
     assert after == [before[0], before[1] + 3]
     response = server.http.post("/v1/completions", json=body, headers={"X-data-parallel-rank": "2"})
     assert response.status_code == 400
-
-
-def test_metrics_are_one_set_whoever_answers(server: Server) -> None:
-    """Counters never fall from scrape to scrape, no series comes twice or with a process id, and the death of an
-    API server takes nothing away."""
-    at_once([lambda: server.text("x", max_tokens=3)] * 12)
-    finished = server.metric("request_success_total")
-    names: list[set[str]] = []
-    for _ in range(20):
-        lines = [line for line in server.http.get("/metrics").text.splitlines() if line and not line.startswith("#")]
-        keys = [line.rpartition(" ")[0] for line in lines]
-        assert len(keys) == len(set(keys))
-        assert not any(re.search(r"[{,]pid=", key) for key in keys)
-        names.append({key.partition("{")[0] for key in keys})
-        assert server.metric("request_success_total") == finished
-    assert all(found == names[0] for found in names)
-
-    first_tokens = server.metric("time_to_first_token_seconds_count")
-    server.kill(server.api_server_pids()[2])
-    wait_for(lambda: server.log.count("starting another") == 1, 5, "a replaced API server")
-    wait_for(lambda: len(server.api_server_pids()) == 4, 30, "four API servers")
-    assert server.metric("request_success_total") == finished
-    assert server.metric("time_to_first_token_seconds_count") == first_tokens
-    at_once([lambda: server.text("y", max_tokens=3)] * 8)
-    assert server.metric("request_success_total") == finished + 8
-    assert server.metric("time_to_first_token_seconds_count") == first_tokens + 8
 
 
 @pytest.mark.parametrize("transport", ["header", "field"])
