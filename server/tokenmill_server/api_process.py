@@ -162,6 +162,7 @@ class ApiServer:
             server = HttpServer(create_app(self._context), listener, self._counts)
             server.open()
             self._context.generator.after_outputs(server.flush)
+            self._context.generator.on_connection_broken(self._on_connection_broken)
             loop.add_reader(self._channel.fileno(), self._receive)
             self._channel.send(Listening())
             self._receive()
@@ -225,6 +226,19 @@ class ApiServer:
             logger.error("%s", error)  # the launcher knows as well
         else:
             context.readiness.engine_joined(engine.engine)
+        return False
+
+    def _on_connection_broken(self, engine: EngineReady) -> None:
+        """What is open there fails, whether the engine core lives or not: answers may be lost."""
+        reason = f"the connection to engine core {self._context.engine_config.rank_of(engine.engine)} broke"
+        logger.error("%s; connecting again", reason)
+        self._on_engine_lost(EngineLost(engine.engine, engine.incarnation - 1, reason, restarts=True))
+        self._begin(self._reconnect(engine))
+
+    async def _reconnect(self, engine: EngineReady) -> bool:
+        """Until it is connected, or the launcher says that it is gone."""
+        while self._context.generator.misses(engine):
+            await self._connect(engine)
         return False
 
     def _on_engine_lost(self, lost: EngineLost) -> None:

@@ -15,7 +15,7 @@ import zmq
 from tokenmill_engine.errors import EngineDeadError, EngineUnavailableError
 from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
-from tokenmill_engine.ipc.sockets import connect_dealer
+from tokenmill_engine.ipc.sockets import connect_dealer, is_remote
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -28,6 +28,7 @@ from tokenmill_engine.messages import (
     LoadReport,
     StepOutput,
 )
+from tokenmill_server.connection_watch import ConnectionWatch
 from tokenmill_server.load_balancer import LoadBalancer
 
 OutputHandler = Callable[[StepOutput], None]
@@ -42,6 +43,8 @@ class _Link:
 
     input: "zmq.Socket[bytes]"
     output: "zmq.Socket[bytes]"
+    watch: ConnectionWatch | None = None
+    """Of an engine core on another machine: on this one only its death cuts a connection, and the launcher tells."""
 
 
 class EngineClient:
@@ -53,6 +56,8 @@ class EngineClient:
         self.on_output = on_output or _ignore
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out everything that had come."""
+        self.on_connection_broken: Callable[[EngineReady], None] = _nobody_reconnects
+        """Called when an engine core is out of reach but may live; it is to be disconnected and connected anew."""
         self._hello = Hello(client, incarnation)
         self._identity = client_identity(client)
         self._ids = RequestIds(client, incarnation)
@@ -83,6 +88,8 @@ class EngineClient:
         except BaseException:
             output.close()
             raise
+        if is_remote(ready.endpoints):
+            link.watch = ConnectionWatch((link.input, output), lambda: self.on_connection_broken(ready))
         self._loop = asyncio.get_running_loop()
         self._links[engine] = link
         self.balancer.joined(engine)
@@ -98,6 +105,12 @@ class EngineClient:
         self.balancer.lost(lost.engine)
         if lost.engine in self._links:
             self._close_link(lost.engine)
+
+    def misses(self, ready: EngineReady) -> bool:
+        """Whether this incarnation of an engine core is not connected, though nobody has said that it is lost."""
+        lost = self._lost.get(ready.engine)
+        is_lost = lost is not None and lost.incarnation >= ready.incarnation
+        return not (is_lost or self._closed or ready.engine in self._links)
 
     def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
         """A stalled engine gets no new requests while others are not stalled, until it recovers."""
@@ -160,6 +173,8 @@ class EngineClient:
 
     def _close_link(self, engine: int) -> None:
         link = self._links.pop(engine)
+        if link.watch is not None:
+            link.watch.close()
         if self._loop is not None:
             self._loop.remove_reader(_option(link.output, zmq.FD))
         link.input.close()
@@ -209,6 +224,10 @@ def _option(socket: "zmq.Socket[bytes]", option: int) -> int:
 
 def _ignore(output: StepOutput) -> None:
     """Outputs of a client that nobody listens to."""
+
+
+def _nobody_reconnects(ready: EngineReady) -> None:
+    """Where every engine core is on this machine."""
 
 
 def _nothing() -> None:

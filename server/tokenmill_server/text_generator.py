@@ -45,6 +45,14 @@ class TextGenerator:
         """Connects to an engine core, which must be running. Raises EngineDeadError if it is gone."""
         await self._client.connect(engine)
 
+    def misses(self, engine: EngineReady) -> bool:
+        """Whether this incarnation of an engine core is not connected, though nobody has said that it is lost."""
+        return self._client.misses(engine)
+
+    def on_connection_broken(self, call: Callable[[EngineReady], None]) -> None:
+        """`call` is called when an engine core is out of reach, though nobody has said that it is lost."""
+        self._client.on_connection_broken = call
+
     def after_outputs(self, call: Callable[[], None]) -> None:
         """`call` is called whenever the outputs that had come have been handed to their listeners."""
         self._client.on_drained = call

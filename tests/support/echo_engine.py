@@ -16,15 +16,17 @@ import msgspec
 import zmq
 
 from tokenmill_engine.ipc.ids import client_identity, client_of
-from tokenmill_engine.ipc.sockets import bind_router, local_endpoints
+from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint, local_endpoints
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
     ClientMessage,
+    Endpoints,
     EngineLoad,
     EngineReady,
     Finish,
     FinishReason,
+    Hello,
     StepOutput,
     TokenLogprobs,
 )
@@ -63,15 +65,20 @@ class EchoEngine:
     step_s: float = 0.0
     tokens_per_step: int = 1
     incarnation: int = 0
+    over_tcp: bool = False
+    """Reached as one on another machine."""
     added: list[AddRequest] = field(default_factory=list)
     """Every request ever received."""
     aborted: list[tuple[int, FinishReason]] = field(default_factory=list)
 
     def start(self) -> "EchoEngine":
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoints = self.ready().endpoints
+        endpoints = local_endpoints(self.run_dir, self.engine, self.incarnation)
+        if self.over_tcp:
+            endpoints = Endpoints("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
         self._input = bind_router(self._context, endpoints.input)
         self._output = bind_router(self._context, endpoints.output)
+        self._endpoints = Endpoints(bound_endpoint(self._input), bound_endpoint(self._output))
         self._running: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
@@ -94,8 +101,7 @@ class EchoEngine:
         return len(self._running)
 
     def ready(self) -> EngineReady:
-        endpoints = local_endpoints(self.run_dir, self.engine, self.incarnation)
-        return EngineReady(self.engine, self.incarnation, endpoints, self.max_model_len, 100, 16, 1600, "echo")
+        return EngineReady(self.engine, self.incarnation, self._endpoints, self.max_model_len, 100, 16, 1600, "echo")
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -112,6 +118,8 @@ class EchoEngine:
             match self._decoder.decode(frame):
                 case AddRequest() as request:
                     self._add(request)
+                case Hello(client=client):
+                    self._running = {each: run for each, run in self._running.items() if client_of(each) != client}
                 case AbortRequests(request_ids=request_ids, reason=reason):
                     self.aborted.extend((request_id, reason) for request_id in request_ids)
                     for request_id in request_ids:

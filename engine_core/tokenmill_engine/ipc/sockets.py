@@ -19,6 +19,8 @@ SocketT = TypeVar("SocketT", bound="zmq.Socket[Any]")
 
 _MAX_PATH_BYTES = 107
 """What the kernel accepts in `sockaddr_un.sun_path`, without the final zero."""
+_RECONNECT_MS = 1000
+"""Until ZeroMQ mends a broken connection by itself: late enough for its end to be noticed before."""
 _TCP_KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 15,
@@ -32,6 +34,11 @@ def local_endpoints(run_dir: str, engine: int, incarnation: int = 0) -> Endpoint
     """Files in the launcher's private run directory, for this incarnation of engine core `engine` alone."""
     name = f"engine-{engine}.{incarnation}"
     return Endpoints(f"ipc://{_socket_path(run_dir, f'{name}.in')}", f"ipc://{_socket_path(run_dir, f'{name}.out')}")
+
+
+def is_remote(endpoints: Endpoints) -> bool:
+    """Whether they may be on another machine, where connections break though both ends live."""
+    return endpoints.output.startswith("tcp://")
 
 
 def bound_endpoint(socket: "zmq.Socket[Any]") -> str:
@@ -79,6 +86,8 @@ def connect_dealer(context: "zmq.Context[SocketT]", endpoint: str, identity: byt
     socket = context.socket(zmq.DEALER)
     _set_common_options(socket, endpoint)
     socket.setsockopt(zmq.ROUTING_ID, identity)
+    if endpoint.startswith("tcp://"):
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     if server_key:
         public, secret = zmq.curve_keypair()
         socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
