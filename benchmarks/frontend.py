@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ def run_null_engine(run_dir: str, step_s: float) -> None:
     next_step = time.perf_counter()
     step = 0
     while True:
-        wait_ms = max(0.0, (next_step - time.perf_counter()) * 1000) if remaining else 1000
+        wait_ms = max(0, int((next_step - time.perf_counter()) * 1000)) if remaining else 1000
         while requests.poll(wait_ms):
             message = decoder.decode(requests.recv_multipart()[1])
             if isinstance(message, AddRequest):
@@ -73,7 +74,7 @@ def run_null_engine(run_dir: str, step_s: float) -> None:
             elif isinstance(message, AbortRequests):
                 for request_id in message.request_ids:
                     remaining.pop(request_id, None)
-            wait_ms = max(0.0, (next_step - time.perf_counter()) * 1000)
+            wait_ms = max(0, int((next_step - time.perf_counter()) * 1000))
         if not remaining or time.perf_counter() < next_step:
             continue
         next_step = max(next_step + step_s, time.perf_counter())
@@ -153,7 +154,7 @@ async def run_streams(port: int, num_streams: int, num_requests: int, request: b
     for _ in range(num_streams):
         finished: asyncio.Future[None] = loop.create_future()
         _, client = await loop.create_connection(
-            lambda finished=finished: StreamClient(request, num_requests, finished), "127.0.0.1", port
+            partial(StreamClient, request, num_requests, finished), "127.0.0.1", port
         )
         clients.append(client)
         done.append(finished)

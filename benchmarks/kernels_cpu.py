@@ -83,7 +83,8 @@ class Model:
 
 
 def random_matrix(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    return (torch.randn(out_features, in_features) * in_features**-0.5).to(dtype)
+    scale: float = in_features**-0.5
+    return (torch.randn(out_features, in_features) * scale).to(dtype)
 
 
 def random_layers(dtype: torch.dtype) -> Iterator[DecoderLayerWeights]:

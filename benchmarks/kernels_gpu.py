@@ -78,9 +78,9 @@ def median_ms(calls: Sequence[Callable[[], object]], first: Callable[[], object]
             call()
     for _ in range(3):
         graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
@@ -139,9 +139,11 @@ class AttentionLoad:
 
     def attend(self, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """One layer."""
+        k_cache, v_cache = caches
         return ops.paged_attention(
             self._q,
-            *caches,
+            k_cache,
+            v_cache,
             **self._lengths,
             **self._hints,
             block_tables=self._block_tables,
@@ -189,8 +191,8 @@ def elementwise_calls(num_tokens: int) -> dict[str, tuple[int, Callable[[], Call
         return lambda: ops.silu_mul(gate_up)
 
     def rotate() -> Callable[[], object]:
-        sizes = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-        q, k, v = random(num_tokens, sum(sizes), HEAD_DIM).split(sizes, dim=1)
+        sizes = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+        q, k, v = torch.split(random(num_tokens, sum(sizes), HEAD_DIM), sizes, dim=1)
         caches = ops.allocate_kv_cache(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE, "cuda")
         table = torch.randn(8192, HEAD_DIM, device="cuda")
         positions = torch.randint(0, 8192, (num_tokens,), dtype=torch.int32, device="cuda")
@@ -298,13 +300,19 @@ def formatted(row: dict[str, object]) -> str:
     return f"{row['op']!s:<86}{text}  {row.get('failed', '')}".rstrip()
 
 
-def print_table(measured: Iterator[dict[str, object]], json_file: Path | None, heading: str = "") -> None:
-    """Prints the card, `heading` and each row as it is measured; all rows go to `json_file` if there is one."""
+def print_table(
+    measured: Iterator[dict[str, object]],
+    json_file: Path | None,
+    heading: str = "",
+    line: Callable[[dict[str, object]], str] = formatted,
+) -> None:
+    """Prints the card, `heading` and the `line` of each row as it is measured; all rows go to `json_file` if there is
+    one."""
     sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{heading}")
     table = []
     for row in measured:
         table.append(row)
-        sys.stdout.write(formatted(row) + "\n")
+        sys.stdout.write(line(row) + "\n")
         sys.stdout.flush()
     if json_file is not None:
         json_file.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": table}, indent=1))

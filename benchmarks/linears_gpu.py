@@ -9,14 +9,12 @@ bytes of the weights over the bandwidth of a device copy.
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from kernels_gpu import DTYPE, ITEM_BYTES, copy_bandwidth, median_ms
+from kernels_gpu import DTYPE, ITEM_BYTES, copy_bandwidth, median_ms, print_table
 
 from tokenmill_kernels import ops
 from tokenmill_kernels.gpu.linear_library import library_argmax, library_gated_linear, library_linear
@@ -41,7 +39,7 @@ class Shape:
 
     def weights(self) -> tuple[list[tuple[torch.Tensor, ...]], torch.Tensor]:
         """Random matrices: qkv, attention output, gate and up, and down of each layer; and the head."""
-        layers = [
+        layers: list[tuple[torch.Tensor, ...]] = [
             (
                 random_matrix(self.qkv, self.hidden),
                 random_matrix(self.hidden, self.hidden),
@@ -112,23 +110,20 @@ def rows() -> Iterator[dict[str, object]]:
             }
 
 
+def formatted(row: dict[str, object]) -> str:
+    """One line of the table; empty where a column has no meaning."""
+    values = (row.get(name) for name in ("ms", "library_ms", "floor_ms"))
+    text = "".join(" " * 9 if value is None else format(value, "9.3f") for value in values)
+    return f"{row['op']!s:<28}{text}{row['gb_per_s']:7.0f}"
+
+
 def main() -> None:
     """Prints the table as it grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    sys.stdout.write(f"{'':<28}{'ms':>9}{'library':>9}{'floor':>9}{'GB/s':>7}\n")
-    table = []
-    for row in rows():
-        table.append(row)
-        cells = ((row.get("ms"), "9.3f"), (row.get("library_ms"), "9.3f"), (row.get("floor_ms"), "9.3f"))
-        text = "".join(" " * 9 if value is None else format(value, form) for value, form in cells)
-        sys.stdout.write(f"{row['op']!s:<28}{text}{row['gb_per_s']:7.0f}\n")
-        sys.stdout.flush()
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": table}, indent=1))
+    print_table(rows(), arguments.json, f"{'':<28}{'ms':>9}{'library':>9}{'floor':>9}{'GB/s':>7}\n", formatted)
 
 
 if __name__ == "__main__":
