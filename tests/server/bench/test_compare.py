@@ -121,20 +121,6 @@ def test_rounds_that_do_not_fit_are_left_out(
 
 
 @pytest.mark.usefixtures("our_stub")
-def test_a_peer_that_hangs_costs_its_share_of_the_time_and_not_our_figures(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compare_sides, "_STEP_SHARE", 0.2)
-    arguments = ["--group", "online8b", "--model-8b", shape, "--rounds", "2", "--shrink", "64", "--time-limit", "40"]
-    result = run(tmp_path / "out", *arguments, "--peer-command", f"{STUB} --start-s 300", status=1)
-    assert len(result["failures"]) == 2
-    assert all("the time limit was reached (8 s)" in failure for failure in result["failures"])
-    assert "Connection refused" in result["failures"][0]
-    assert len(figures(result, "ours", "8b 1 client 1024/128", "p50_ttft_ms")) == 2
-    assert [child for child in psutil.Process().children() if "stub_server" in " ".join(child.cmdline())] == []
-
-
-@pytest.mark.usefixtures("our_stub")
 def test_what_nobody_expected_of_a_side_is_told_and_the_other_goes_on(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

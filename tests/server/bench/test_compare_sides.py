@@ -12,7 +12,15 @@ import pytest
 from tokenmill_server.bench import compare, compare_report
 from tokenmill_server.bench.compare_plan import Load
 from tokenmill_server.bench.compare_process import Log, SideError, running_process
-from tokenmill_server.bench.compare_sides import Deadline, Model, RunningDriver, started_driver
+from tokenmill_server.bench.compare_sides import (
+    Deadline,
+    Model,
+    RunningDriver,
+    RunningServer,
+    free_port,
+    started_driver,
+    started_server,
+)
 
 MODEL = Model(Path("/m"), 1000, 512)
 READY = """
@@ -80,6 +88,26 @@ def test_a_driver_that_writes_something_else(tmp_path: Path) -> None:
 def test_a_driver_that_never_starts(tmp_path: Path) -> None:
     with pytest.raises(SideError, match=r"starting: the time limit was reached \(1 s\)"):
         start(tmp_path, "import time; time.sleep(300)", limit_s=2.0)
+
+
+def test_a_server_that_never_starts_costs_its_share_of_the_time(tmp_path: Path) -> None:
+    server = RunningServer(free_port(), MODEL, "m", Deadline(2.5), [])
+    command = [sys.executable, "-c", "import time; time.sleep(300)"]
+    with (
+        pytest.raises(SideError, match=r"Connection refused: the time limit was reached \(1 s\)"),
+        started_server(command, os.environ, Log(tmp_path / "side.log"), server),
+    ):
+        pytest.fail("it never answers")
+
+
+def test_a_server_that_ends_while_starting_has_its_last_words_told(tmp_path: Path) -> None:
+    server = RunningServer(free_port(), MODEL, "m", Deadline(600.0), [])
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+    with (
+        pytest.raises(SideError, match=r"ended with status 1 while starting:\n.*\nno such model"),
+        started_server(command, os.environ, Log(tmp_path / "side.log"), server),
+    ):
+        pytest.fail("it never answers")
 
 
 @pytest.fixture
