@@ -3,8 +3,7 @@
 * `--max-num-batched-tokens` alone, and `LLM` on a GPU: every step may compute that many.
 * `--target-itl-ms`: a step in which requests decode takes as many prompt tokens as keep its predicted time within the
   target; at least `MIN_PREFILL_TOKENS`, so that prompts never starve.
-* neither: a step in which requests decode takes the smallest number of tokens at which a token costs at most 5 %
-  more than at the best one.
+* neither: a step in which requests decode takes the number of tokens that `step_size` finds: as few as serve well.
 
 A step in which nothing decodes may always compute `max_num_batched_tokens`: nobody waits for its end. No policy
 changes what is computed, only when.
@@ -17,32 +16,14 @@ from typing import Protocol
 
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.scheduler.cost_model import PrefillCosts, SizeCost, StepCostModel, context_pairs, work_of
+from tokenmill_engine.scheduler.cost_model import PrefillCosts, StepCostModel, context_pairs, work_of
+from tokenmill_engine.scheduler.step_size import StepSize, describe_costs
 
 logger = logging.getLogger(__name__)
 
 MIN_PREFILL_TOKENS = 32
 """Prompt tokens that a step may compute whatever decodes beside them, within `max_num_batched_tokens`."""
 
-_MOST_LOSS = 0.05
-"""A token of a full mixed step may cost so much more than at the best size. Twice the size doubles the time between
-tokens: it has to give more for that than a difference which cards and clocks make from one start to the next."""
-_BENEFIT, _BENEFIT_IN_USE = 0.5, 1.5
-"""Standard deviations of doubt that speak for a smaller budget, and for the one in use before a larger one."""
-_START_ERROR = 0.15
-"""Sizes that seem to be worse by no more are visited a few times, whatever the start said about them."""
-_NUM_VISITS = 6
-_STALE_STEPS = 2000
-"""Mixed steps after which the last of these visits is forgotten, and the next one due."""
-_HOPE = 2.0
-"""Standard deviations of doubt that suffice for a visit in any case."""
-_FIRST_VISITS_LOSS, _VISITS_LOSS = 0.015, 0.005
-"""Throughput that visits of smaller sizes may cost, the first few and from then on."""
-_MOST_VISITS = 0.25
-"""Share of all tokens of mixed steps that such visits may have, however little they cost."""
-_FIRST_LARGE_VISIT, _LARGE_VISIT_INTERVAL = 32, 250
-"""Mixed steps until the next larger size may be visited, and from one such visit to the next. Running streams notice:
-it has to be far fewer than 1 of 100 steps."""
 _SAFETY = 2.5
 """Standard deviations that a step may take longer than predicted and still keep the target."""
 _WARNING_INTERVAL_S = 60.0
@@ -136,135 +117,37 @@ class FixedBudget:
         return f"{self.mixed_tokens} tokens in every step"
 
 
-class EfficientBudget:
-    """In steps with decodes the smallest number of tokens at which a token costs at most 5 % more than at the best.
+class DefaultBudget:
+    """In steps with decodes as many tokens as `StepSize` says."""
 
-    Candidates are the sizes at which the cost model has a knot, as far as they are known. Doubt speaks for the smaller
-    one: in use it is measured anew. Other sizes that may be right are visited in single steps now and then, so that a
-    measurement that erred is corrected in either direction: after some steps the choice rests on steps alone, except
-    that it stays within twice the size that the start chose. If nothing was measured at the start, each size that may
-    be the best is tried at once.
-    """
-
-    def __init__(self, max_tokens: int, model: StepCostModel) -> None:
+    def __init__(self, max_tokens: int, prefill_costs: PrefillCosts) -> None:
         self._max_tokens = max_tokens
-        self._model = model
-        self._untried: list[int] = []
-        self._chosen = max_tokens
-        self._visits = _Visits()
-        self._largest = max_tokens
-        self._reconsider()
-        if model.was_measured:
-            self._largest = 2 * self._chosen
+        self._model = StepCostModel(max_tokens, prefill_costs)
+        self._size = StepSize(max_tokens, prefill_costs)
+        self._prefill_costs = prefill_costs
 
     @property
     def mixed_tokens(self) -> int:
-        return self._chosen
+        return self._size.in_use
 
     def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
         if num_decodes == 0:
             return Allowance(self._max_tokens, 0)
-        least = num_decodes + MIN_PREFILL_TOKENS
-        wanted = next((size for size in self._untried if size >= least), max(self._chosen, least))
-        if self._visits.next_size >= least:
-            wanted = self._visits.next_size
-        return Allowance(min(wanted, self._max_tokens), num_decodes)
+        num_tokens = max(self._size.next_size, num_decodes + MIN_PREFILL_TOKENS)
+        return Allowance(min(num_tokens, self._max_tokens), num_decodes)
 
     def observe(self, plan: StepPlan, elapsed_s: float) -> None:
         work = work_of(plan)
         self._model.observe(work, elapsed_s)
-        if plan.num_decodes < plan.num_reqs and elapsed_s > 0.0:
-            sizes = self._reconsider()
-            if plan.num_decodes > 0:
-                self._visits.count(work.num_tokens, sizes)
-                self._visits.choose_next(plan.num_decodes + MIN_PREFILL_TOKENS, sizes, self._chosen)
+        if 0 < plan.num_decodes < plan.num_reqs:
+            self._size.observe(work, elapsed_s, plan.num_decodes + MIN_PREFILL_TOKENS, self._model)
+        else:
+            self._size.interrupt()
 
     def describe(self) -> str:
-        costs = ", ".join(f"{size.num_tokens}: {size.seconds * 1e3:.1f}" for size in self._sizes() if size.is_known)
-        if not costs:
-            return f"{self._max_tokens} tokens in a step; beside running streams fewer, to be learnt from the steps"
-        return f"{self._max_tokens} tokens in a step, {self._chosen} beside running streams (ms by tokens: {costs})"
-
-    def _sizes(self) -> list[SizeCost]:
-        """Sizes that have room for prompts beside a decode."""
-        return [size for size in self._model.size_costs() if size.num_tokens > MIN_PREFILL_TOKENS]
-
-    def _reconsider(self) -> list[SizeCost]:
-        """Choose anew. Returns what is known of the sizes, ascending."""
-        sizes = self._sizes()
-        known = [size for size in sizes if size.is_known and size.num_tokens <= self._largest]
-        if not known:
-            return []
-        best = min(size.per_token for size in known)
-        if not self._model.was_measured:
-            self._untried = [s.num_tokens for s in sizes if not s.is_known and s.least_per_token(1.0) < best]
-        bound = (1.0 + _MOST_LOSS) * best
-        for size in known:
-            benefit = _BENEFIT_IN_USE if size.num_tokens == self._chosen else _BENEFIT
-            if size.least_per_token(benefit) <= bound:
-                self._chosen = size.num_tokens
-                break
-        return known
-
-
-class _Visits:
-    """When mixed steps of another than the chosen size are worth it, to see what it costs now."""
-
-    def __init__(self) -> None:
-        self.next_size = 0
-        """Of the next mixed step; 0: the chosen one."""
-        self._num_steps = 0
-        self._num_tokens = 0
-        """Of mixed steps since the last visit of a smaller size began."""
-        self._counts: dict[int, int] = {}
-        """Visits by size, up to `_NUM_VISITS`."""
-        self._last: dict[int, int] = {}
-        """By size, the mixed step that visited it last."""
-        self._larger_due_at = _FIRST_LARGE_VISIT
-
-    def count(self, num_tokens: int, sizes: list[SizeCost]) -> None:
-        """A mixed step of `num_tokens` was observed: a visit of the size that it nearly filled, if there is one."""
-        self._num_steps += 1
-        self._num_tokens += num_tokens
-        for size in sizes:
-            if 0.9 * size.num_tokens < num_tokens <= size.num_tokens:
-                self._counts[size.num_tokens] = min(self._num_visits(size.num_tokens) + 1, _NUM_VISITS)
-                self._last[size.num_tokens] = self._num_steps
-
-    def choose_next(self, least: int, sizes: list[SizeCost], chosen: int) -> None:
-        """Decide whether the next mixed step, of at least `least` tokens, visits another of `sizes` than `chosen`, and
-        say so in `next_size`."""
-        best = min((size.per_token for size in sizes), default=0.0)
-        bound = (1.0 + _MOST_LOSS) * best
-        smaller = [s for s in sizes if least <= s.num_tokens < chosen and self._is_due(s, best)]
-        worthwhile = [s.num_tokens for s in smaller if self._may_cost(s, bound)]
-        self.next_size = min(worthwhile, key=lambda size: (self._last.get(size, 0), -size), default=0)
-        if self.next_size:
-            self._num_tokens = 0
-        elif self._num_steps >= self._larger_due_at:
-            used = next((size.per_token for size in sizes if size.num_tokens == chosen), 0.0)
-            larger = next((s for s in sizes if max(chosen, least - 1) < s.num_tokens <= 2 * chosen), None)
-            if larger is not None and self._may_cost(larger, used / (1.0 + _MOST_LOSS)):
-                self.next_size = larger.num_tokens
-                self._larger_due_at = self._num_steps + _LARGE_VISIT_INTERVAL
-
-    def _is_due(self, size: SizeCost, best: float) -> bool:
-        """Whether a visit of a smaller size now would leave the cost of visits within its limits, if a token costs
-        `best` seconds at the best size."""
-        most_loss = _FIRST_VISITS_LOSS if self._num_visits(size.num_tokens) < _NUM_VISITS else _VISITS_LOSS
-        loss = size.num_tokens * (size.per_token - best)
-        return size.num_tokens <= _MOST_VISITS * self._num_tokens and loss <= most_loss * best * self._num_tokens
-
-    def _may_cost(self, size: SizeCost, bound: float) -> bool:
-        """Whether it is worth a visit to see if a token costs at most `bound` seconds at this size."""
-        if self._num_visits(size.num_tokens) < _NUM_VISITS and size.per_token <= bound * (1.0 + _START_ERROR):
-            return True
-        return size.least_per_token(_HOPE) <= bound
-
-    def _num_visits(self, size: int) -> int:
-        num_visits = self._counts.get(size, 0)
-        is_stale = num_visits > 0 and self._num_steps - self._last[size] > _STALE_STEPS
-        return num_visits - is_stale
+        costs = describe_costs(self._prefill_costs)
+        reason = f"ms by tokens: {costs}" if costs else "to be compared with other sizes"
+        return f"{self._max_tokens} tokens in a step, {self.mixed_tokens} beside running streams ({reason})"
 
 
 class TargetBudget:
@@ -333,4 +216,4 @@ def make_budget(config: SchedulerConfig, prefill_costs: PrefillCosts = ()) -> Bu
         return TargetBudget(max_tokens, config.target_itl_ms * 1e-3, StepCostModel(max_tokens, prefill_costs))
     if config.explicit_budget:
         return FixedBudget(max_tokens)
-    return EfficientBudget(max_tokens, StepCostModel(max_tokens, prefill_costs))
+    return DefaultBudget(max_tokens, prefill_costs)

@@ -7,9 +7,10 @@ The time of a step is taken as
 `base` is what all tokens cost alike (matrix products, norms, launches): a line through knots at powers of two, since
 products run at different speeds for different numbers of rows. The other two terms are attention. Knots and slopes
 together are the state of a Kalman filter. Against simulated devices it predicts better than averages per size with
-slopes fitted beside them, for two reasons. The prior says that costs of neighbouring sizes, and of all sizes, err in
-the same direction, so what one size teaches (a hot card is slower at everything) corrects the sizes that were not
-visited. And the uncertainty of every knot is at hand: a size counts as known only once it was measured.
+slopes fitted beside them, since the prior says that costs of neighbouring sizes, and of all sizes, err in the same
+direction: what one size teaches (a hot card is slower at everything) corrects the sizes that did not occur. Which of
+two sizes is cheaper by a few percent is not for it to say: loads in which contexts grow with the tokens of a step do
+not tell one cost from another (`step_size` compares like with like).
 
 A step that waited for something tells nothing: one that took far too long changes next to nothing, unless those of
 its size do so several times in a row. Then, and when a step was too quick, the model is wrong, and the filter admits
@@ -48,8 +49,6 @@ _KNOT_DISTANCE = 2.0
 """Octaves over which knots cease to err alike."""
 _DRIFT = 0.003
 """Relative change of a cost from one step to the next."""
-_KNOWN_ERROR = 0.06
-"""A size with a smaller one was measured by steps."""
 _MOST_DRIFT_ERROR = 0.04
 """Costs do not drift into more doubt than that: for hours, steps may not tell one cost from another."""
 
@@ -74,26 +73,6 @@ class StepWork:
     """Token pairs of the other rows: each computed token with each token of context that it reads."""
 
 
-@dataclass(slots=True, frozen=True)
-class SizeCost:
-    """What a step of `num_tokens` costs."""
-
-    num_tokens: int
-    seconds: float
-    error: float
-    """Standard deviation of `seconds` in proportion to those of the cheapest known size per token, relative."""
-    is_known: bool
-    """Whether the size was ever measured, at the start or by steps since."""
-
-    @property
-    def per_token(self) -> float:
-        return self.seconds / self.num_tokens
-
-    def least_per_token(self, num_deviations: float) -> float:
-        """`per_token`, in proportion to the cheapest, if it is so many standard deviations lower than it seems."""
-        return self.per_token * (1.0 - num_deviations * self.error)
-
-
 def context_pairs(num_tokens: float, num_computed: float) -> float:
     """`StepWork.prefill_context` of a chunk of `num_tokens` after `num_computed` tokens."""
     return num_tokens * (num_computed + 0.5 * num_tokens)
@@ -114,11 +93,9 @@ class StepCostModel:
     """Predicts steps of up to `max_tokens` tokens. `prefill_costs` were measured at the start, or are empty."""
 
     def __init__(self, max_tokens: int, prefill_costs: PrefillCosts = ()) -> None:
-        measured = _plausible(max_tokens, prefill_costs)
+        measured = plausible_costs(max_tokens, prefill_costs)
         self._knots = _knots(max_tokens, measured)
         self._measured = np.array([knot in measured for knot in self._knots])
-        self._known: list[bool] = []
-        """Of each knot, whether it was ever measured."""
         self._costs = np.zeros(len(self._knots) + _NUM_SLOPES)
         """Seconds of each knot, then per token of decode context and per pair of prefill context."""
         self._covariance = np.zeros((len(self._costs), len(self._costs)))
@@ -132,11 +109,6 @@ class StepCostModel:
         """Below each knot, steps in a row that took surprisingly long."""
         self._at_start = _between(measured, np.array(self._knots)) if measured else None
         self._begin()
-
-    @property
-    def was_measured(self) -> bool:
-        """Whether costs were measured at the start."""
-        return bool(self._measured.any())
 
     @property
     def has_learnt(self) -> bool:
@@ -160,21 +132,10 @@ class StepCostModel:
         between = base[upper - 1] + share * (base[upper] - base[upper - 1])
         return between + decode * decode_context + prefill * prefill_context
 
-    def size_costs(self) -> list[SizeCost]:
-        """What steps of the sizes at the knots cost without attention, ascending; empty before anything was learnt."""
-        if not self._base:
-            return []
-        num_knots = len(self._knots)
-        base = np.maximum(self._base, _LEAST_S)
-        per_token = base / self._knots
-        cheapest = int(np.argmin(np.where(self._known, per_token, math.inf)))
-        with np.errstate(all="ignore"):
-            relative = self._covariance[:num_knots, :num_knots] / base / base[:, np.newaxis]
-            variances = np.diagonal(relative)
-            # Of the quotient: what both err in alike does not count.
-            errors = np.sqrt(np.maximum(variances + variances[cheapest] - 2.0 * relative[cheapest], 0.0))
-        columns = self._knots, self._base, errors.tolist(), self._known
-        return [SizeCost(*each) for each in zip(*columns, strict=True)]
+    def attention_seconds(self, work: StepWork) -> float:
+        """What part of a step's time is attention, as far as is known."""
+        decode, prefill = self._slopes
+        return decode * work.decode_context + prefill * work.prefill_context
 
     def observe(self, work: StepWork, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s`; nothing is learnt from 0, which means that nobody looked."""
@@ -226,9 +187,6 @@ class StepCostModel:
         costs += gain * error
         np.maximum(costs, 0.0, out=costs)
         covariance -= gain[:, np.newaxis] * shared
-        for knot in (upper - 1, upper):
-            if not self._known[knot]:
-                self._known[knot] = bool(self._variances[knot] < (_KNOWN_ERROR * costs[knot]) ** 2)
 
     def _scale(self) -> NDArray[np.float64]:
         """What the costs are doubted in proportion to: themselves, but slopes that fell to 0 can rise again."""
@@ -259,7 +217,6 @@ class StepCostModel:
 
     def _begin(self) -> None:
         """Know what was measured at the start, and nothing else."""
-        self._known = self._measured.tolist()
         self._slow_steps = [0] * len(self._knots)
         self._noise = _FIRST_NOISE
         self._base = []
@@ -295,7 +252,7 @@ class StepCostModel:
         return upper, (min(num_tokens, knots[upper]) - below) / (knots[upper] - below)
 
 
-def _plausible(max_tokens: int, prefill_costs: PrefillCosts) -> dict[int, float]:
+def plausible_costs(max_tokens: int, prefill_costs: PrefillCosts) -> dict[int, float]:
     """Measured costs that can be true, ascending: each size takes no less than the one below."""
     costs: dict[int, float] = {}
     least = 0.0

@@ -74,7 +74,7 @@ def prompt_lengths(num_tokens: int, max_model_len: int, max_num_seqs: int) -> tu
     """(requests, tokens of each): a step of about `num_tokens` tokens. Prompts are short and as long for every size, as
     far as the limits allow, so that sizes differ in the number of tokens and not in how much attention each one needs.
     """
-    tokens_each = min(max(_PROMPT_LEN, -(-num_tokens // max_num_seqs)), num_tokens, max_model_len)
+    tokens_each = min(max(_PROMPT_LEN, num_tokens // max_num_seqs), num_tokens, max_model_len)
     return min(num_tokens // tokens_each, max_num_seqs), tokens_each
 
 

@@ -253,8 +253,8 @@ _SCHEDULER = (
         integer(1, 2**31 - 1),
         None,
         "Most tokens per step: larger for throughput, smaller for even streams. Default: 2048 "
-        "(on GPUs of 70 GiB and more 8192, for LLM(...) 16384), and in a server beside running streams the fewest at "
-        "which a token costs at most 5 % more than at the best",
+        "(on GPUs of 70 GiB and more 8192, for LLM(...) 16384), and in a server beside running streams as few as serve "
+        "well by the step times that the device shows",
         "scheduler.max_num_batched_tokens",
         metavar="TOKENS",
     ),

@@ -77,6 +77,17 @@ def test_what_one_size_teaches_corrects_the_others() -> None:
     assert model.predict(StepWork(8192)) > 1.1 * H100_8B.seconds(StepWork(8192))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_attention_takes_of_a_step(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    model = StepCostModel(8192, H100_8B.prefill_costs(SIZES))
+    teach(model, H100_8B, generator, 300)
+    for work in (StepWork(1024, 256 * 1088), StepWork(8192, 0, 8 * context_pairs(1024, 0))):
+        base = H100_8B.seconds(StepWork(work.num_tokens))
+        assert model.attention_seconds(work) == pytest.approx(H100_8B.seconds(work) - base, rel=0.25)
+    assert model.attention_seconds(StepWork(8192)) == 0.0
+
+
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_it_follows_a_device_that_changes(factor: float) -> None:
     generator = np.random.default_rng(1)
@@ -118,25 +129,13 @@ def test_a_time_of_zero_was_not_measured() -> None:
     model = StepCostModel(8192)
     model.observe(StepWork(100), 0.0)
     assert not model.has_learnt
-    assert model.size_costs() == []
-
-
-def test_sizes_are_known_once_steps_had_them() -> None:
-    model = StepCostModel(4096)
-    for _ in range(3):
-        model.observe(StepWork(4096), CPU_135M.seconds(StepWork(4096)))
-        model.observe(StepWork(256), CPU_135M.seconds(StepWork(256)))
-    costs = {size.num_tokens: size for size in model.size_costs()}
-    assert [num_tokens for num_tokens, size in costs.items() if size.is_known] == [256, 4096]
-    assert costs[256].seconds == pytest.approx(CPU_135M.seconds(StepWork(256)), rel=0.02)
-    assert all(size.is_known for size in StepCostModel(1024, ((256, 0.1), (1024, 0.3))).size_costs()[-1:])
 
 
 def test_measurements_that_cannot_be_are_left_out() -> None:
     """Times of 0, sizes that never occur; a size that seemed quicker than a smaller one counts as no quicker."""
     model = StepCostModel(1024, ((128, 0.0), (256, 0.01), (512, 0.005), (1024, float("inf")), (4096, 1.0)))
     assert model.predict(StepWork(512)) == pytest.approx(0.01)
-    assert {size.num_tokens for size in model.size_costs() if size.is_known} == {256, 512}
+    assert model.predict(StepWork(1024)) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -181,11 +180,12 @@ def test_whatever_it_saw_predictions_are_finite_not_negative_and_grow_with_the_w
         for work, elapsed in seen:
             model.observe(work, elapsed)
     first, second = models
-    assert first.size_costs() == second.size_costs()
+    assert first.has_learnt == second.has_learnt
     if not first.has_learnt:
         return
     sizes = sorted({1, 2, 5, 31, 100, 700, 2999, max_tokens})
     predicted = [first.predict(StepWork(size)) for size in sizes]
+    assert predicted == [second.predict(StepWork(size)) for size in sizes]
     assert all(0.0 <= seconds < float("inf") for seconds in predicted)
     assert predicted == sorted(predicted)
     assert first.seconds(max_tokens, 1000, 0.0) <= first.seconds(max_tokens, 2000, 50.0)
@@ -194,19 +194,16 @@ def test_whatever_it_saw_predictions_are_finite_not_negative_and_grow_with_the_w
 def test_sizes_beyond_the_largest_that_was_measured_cost_in_proportion() -> None:
     model = StepCostModel(16384, H100_8B.prefill_costs(SIZES))
     assert model.predict(StepWork(16384)) == pytest.approx(2 * H100_8B.seconds(StepWork(8192)))
-    assert not model.size_costs()[-1].is_known
 
 
 def test_hours_of_equal_steps_do_not_make_it_forget() -> None:
-    """Such steps cannot tell one cost from another; sizes that were known stay so, and nearly as well."""
+    """Such steps cannot tell one cost from another; those of other sizes stay known nearly as well."""
     generator = np.random.default_rng(0)
     model = StepCostModel(8192, H100_8B.prefill_costs(SIZES))
     teach(model, H100_8B, generator, 300)
     for _ in range(20_000):
         work = StepWork(256, 256 * 1000)
         model.observe(work, H100_8B.seconds(work) * (1 + 0.02 * generator.standard_normal()))
-    assert {size.num_tokens for size in model.size_costs() if size.is_known} >= set(SIZES)
-    assert max(size.error for size in model.size_costs() if size.num_tokens >= 512) < 0.06
     found = np.abs(errors(model, H100_8B, generator))
     assert np.median(found) < 0.04
     assert np.percentile(found, 90) < 0.1
