@@ -33,6 +33,8 @@ from tokenmill_engine.ipc.control import (
     EnginesReady,
     EngineStalled,
     Listening,
+    MetricsFetched,
+    MetricsWanted,
     Ping,
     Pulse,
     Serving,
@@ -47,6 +49,7 @@ from tokenmill_server.accept import ConnectionCounts
 from tokenmill_server.app import create_app
 from tokenmill_server.context import ServerContext
 from tokenmill_server.control import ApiServerStart
+from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.http_server import HttpServer
@@ -151,6 +154,8 @@ class ApiServer:
         self._counts = ConnectionCounts(
             Path(start.run_dir) / ACCEPT_COUNTS_FILE, start.server.api_server_count, start.client
         )
+        if start.engine.data_parallel_size > start.engine.data_parallel_size_local:
+            context.remote_metrics = RemoteMetrics(lambda number: channel.send(MetricsWanted(number)))
         self._drains = False
         self._num_cut_off = 0
 
@@ -181,6 +186,8 @@ class ApiServer:
                     self._on_engine_lost(lost)
                 case EngineStalled() | EngineRecovered() as change:
                     self._on_stall(change)
+                case MetricsFetched(number=number) if self._context.remote_metrics is not None:
+                    self._context.remote_metrics.fetched(number)
                 case EngineBack(engine=engine):
                     self._begin(self._connect(engine))
                 case Drain() if self._drains:

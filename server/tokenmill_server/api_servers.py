@@ -126,6 +126,8 @@ class ApiServers:
 
     def send(self, slot: int, message: ApiServerStart | ToApiServer) -> None:
         """Tells one of them, if it is still there."""
+        if slot not in self._children:
+            return
         try:
             self._children[slot].channel.send(message)
         except ChannelClosedError:

@@ -8,6 +8,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import InvalidRequestError, NotFoundError
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.config import ServerConfig
+from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.readiness import Readiness
@@ -29,6 +30,8 @@ class ServerContext:
     metrics: FrontendMetrics
     metrics_dir: str
     """Directory with the metrics of all processes."""
+    remote_metrics: RemoteMetrics | None = None
+    """Where some engine cores are on other machines."""
 
     @property
     def model_name(self) -> str:

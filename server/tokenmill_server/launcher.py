@@ -26,6 +26,8 @@ from tokenmill_engine.ipc.control import (
     EngineStalled,
     FromApiServer,
     Listening,
+    MetricsFetched,
+    MetricsWanted,
     Pulse,
     Serving,
     StartFailed,
@@ -266,6 +268,8 @@ class Launcher:
             case Serving():
                 self._api_servers.serves(client)
                 self._announce_when_ready()
+            case MetricsWanted(number=number) if self._remote is not None:
+                self._remote.fetch_metrics(lambda: self._api_servers.send(client, MetricsFetched(number)))
             case Pulse():
                 self._api_servers.answered(client)
             case StartFailed(message=reason):

@@ -60,11 +60,21 @@ def wait_for_ranks(launcher: Server) -> None:
     assert launcher.process.poll() is None, launcher.log
 
 
-def pinned(server: Server, rank: int, **fields: object) -> str:
-    body = {"prompt": "The mill", "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
-    response = server.http.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)})
+def ask(server: Server, rank: int) -> httpx.Response:
+    """The same question to this rank, always."""
+    body = {"prompt": "The mill", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return server.http.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(rank)})
+
+
+def pinned(server: Server, rank: int) -> str:
+    response = ask(server, rank)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["text"])
+
+
+def wait_for_return(server: Server, rank: int) -> None:
+    """Until the rank has answered once."""
+    wait_for(lambda: ask(server, rank).status_code == 200, 60, f"rank {rank}", poll_s=0.2)
 
 
 def endless(server: Server, rank: int) -> BackgroundStream:
@@ -124,7 +134,7 @@ def test_requests_reach_all_ranks(pair: Pair, tiny_server: Server) -> None:
     answers = at_once([lambda f=f: head.text(**f) for f in fields])  # type: ignore[misc]
     assert answers == [tiny_server.text(**f) for f in fields]
     assert len({pinned(head, rank) for rank in range(3)}) == 1
-    wait_for(lambda: sum(finished(head, rank) for rank in range(3)) == sum(before) + 27, 5, "metrics of all ranks")
+    assert sum(finished(head, rank) for rank in range(3)) == sum(before) + 27
     assert all(finished(head, rank) >= before[rank] + 2 for rank in range(3))
     samples(head.http.get("/metrics").text)
 
@@ -166,16 +176,16 @@ def test_a_killed_engine_core_is_restarted_by_its_launcher(pair: Pair) -> None:
     head, launcher = pair.head, pair.launcher
     count = finished(head, 1)
     pinned(head, 1)
-    wait_for(lambda: finished(head, 1) == count + 1, 5, "metrics")
+    assert finished(head, 1) == count + 1
     lost, kept = endless(head, 1), endless(head, 2)
     wait_for_running(head, 2)
     launcher.kill(launcher.engine_pids()[0])
     error = lost.result(10).error
     assert error is not None
-    assert "engine core 1 was killed" in error["message"]
-    wait_for(lambda: "engine core 1 serves again" in head.log, 60, "a restarted engine core")
-    pinned(head, 1)
-    wait_for(lambda: finished(head, 1) == count + 2, 5, "metrics of both incarnations")
+    assert "engine core 1" in error["message"]
+    wait_for_return(head, 1)
+    assert "engine core 1 serves again" in head.log
+    assert finished(head, 1) == count + 2
     assert kept.is_alive()
     assert head.metric("num_requests_running") == 1
 
@@ -205,7 +215,7 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path) -> None:
             launcher.kill(launcher.process.pid)
             error = lost.result(10).error
             assert error is not None
-            assert error["message"] == "engine core 1 is gone with its launcher"
+            assert "engine core 1" in error["message"]
             wait_for_end(processes, 10)
         assert health(head) == 200
         response = head.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-data-parallel-rank": "1"})
@@ -213,7 +223,7 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path) -> None:
         assert pinned(head, 0)
         assert kept.is_alive()
         with deployment.headless("-dpl", "1", "-dpr", "1") as launcher:
-            wait_for(lambda: "engine core 1 serves again" in head.log, 60, "the rank")
+            wait_for_return(head, 1)
             assert pinned(head, 1) == pinned(head, 0)
             assert kept.is_alive()
             processes = [*launcher.descendants(), *head.descendants()]

@@ -106,7 +106,19 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
     """HTTP requests that were not finished in time."""
 
 
+class MetricsWanted(msgspec.Struct, tag=True, frozen=True):
+    """From an API server: somebody asks for the metrics of all engine cores, and some are on other machines."""
+
+    number: int
+
+
+class MetricsFetched(msgspec.Struct, tag=True, frozen=True):
+    """To an API server, in answer to `MetricsWanted` of this number: they are where those of this machine are."""
+
+    number: int
+
+
 EngineControl = EngineStart | Ping
 FromEngine = EngineReady | Pulse | StartFailed
-ToApiServer = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | Ping | Drain
-FromApiServer = Listening | Serving | Pulse | Drained | StartFailed
+ToApiServer = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | MetricsFetched | Ping | Drain
+FromApiServer = Listening | Serving | MetricsWanted | Pulse | Drained | StartFailed

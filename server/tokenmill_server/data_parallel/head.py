@@ -3,14 +3,14 @@ engine cores, in the same words as `EngineSupervisor` tells of those of this mac
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.config import DataParallelConfig
 from tokenmill_server.data_parallel import metric_copies
@@ -21,6 +21,7 @@ from tokenmill_server.data_parallel.messages import (
     Accepted,
     Challenge,
     Facts,
+    FromHead,
     FromLauncher,
     HeadStopped,
     JoinRequest,
@@ -73,6 +74,15 @@ class _Launcher:
         return self.address if self.ranks is None else f"the launcher of {phrase(self.ranks)} at {self.address}"
 
 
+@dataclass(slots=True)
+class _Question:
+    """A request for metrics that is not answered by all."""
+
+    launchers: set[int]
+    """Numbers of those that have not answered."""
+    on_fetched: Callable[[], None]
+
+
 class RemoteEngines:
     """The engine cores of headless launchers."""
 
@@ -98,6 +108,8 @@ class RemoteEngines:
         self._bases: dict[int, int] = {}
         """What the first incarnation of a rank in its present launcher counts as."""
         self._serving: set[int] = set()
+        self._questions: dict[int, _Question] = {}
+        self._last_question = 0
         self._remind_at = time.monotonic() + _REMIND_S
         logger.info(
             "waiting at %s for %s of headless launchers%s",
@@ -144,6 +156,16 @@ class RemoteEngines:
             return []
         launcher = self._launchers.get(number)
         return [] if launcher is None else self._receive(launcher)
+
+    def fetch_metrics(self, on_fetched: Callable[[], None]) -> None:
+        """Calls `on_fetched` when the folder of metrics has what the engine cores of all launchers have counted until
+        now, as far as those answer."""
+        self._last_question += 1
+        asked = {launcher.number for launcher in self._launchers.values() if launcher.ranks is not None}
+        self._questions[self._last_question] = _Question(asked, on_fetched)
+        for number in asked:
+            self._send(self._launchers[number], MetricsWanted(self._last_question))
+        self._answered(0)
 
     def say_goodbye(self) -> None:
         """Tells the launchers that the server ends as it should."""
@@ -209,14 +231,22 @@ class RemoteEngines:
             for rank in gone
         ]
 
+    def _answered(self, number: int, question: int | None = None) -> None:
+        """Launcher `number` has answered a question for metrics, or (None) will answer none any more."""
+        for key, asked in list(self._questions.items()):
+            if question in (None, key):
+                asked.launchers.discard(number)
+            if not asked.launchers:
+                del self._questions[key]
+                asked.on_fetched()
+
     def _forget(self, launcher: _Launcher) -> None:
         self._watcher.unwatch(launcher.channel)
         launcher.channel.close()
         del self._launchers[launcher.number]
+        self._answered(launcher.number)
 
-    def _send(
-        self, launcher: _Launcher, message: Challenge | Accepted | Refused | MetricFilesKept | HeadStopped
-    ) -> None:
+    def _send(self, launcher: _Launcher, message: FromHead) -> None:
         try:
             launcher.channel.send(message)
         except ChannelClosedError:
@@ -236,9 +266,12 @@ class RemoteEngines:
         if launcher.ranks is None:
             raise _RefusedError("a launcher registers before it says anything else")
         match message:
-            case MetricFiles(files=files):
+            case MetricFiles(files=files, answers=question):
                 metric_copies.keep(self._metrics, launcher.number, files)
-                self._send(launcher, MetricFilesKept())
+                if question:
+                    self._answered(launcher.number, question)
+                else:
+                    self._send(launcher, MetricFilesKept())
             case Leaving(reason=reason):
                 launcher.parting = reason
             case EngineReady() | EngineLost() | EngineStalled() | EngineRecovered():

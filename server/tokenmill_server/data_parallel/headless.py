@@ -11,7 +11,7 @@ import time
 
 from tokenmill_engine.errors import EngineDeadError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
 from tokenmill_engine.ipc.lifecycle import process_began
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metric_files import retire_process
@@ -40,8 +40,8 @@ from tokenmill_server.watcher import Event, Exited, Readable, Said, Signalled, W
 logger = logging.getLogger(__name__)
 
 _KEY = ("head", 0)
-_METRICS_INTERVAL_S = 0.25
-"""How far /metrics of the head may be behind for engine cores of this launcher."""
+_METRICS_INTERVAL_S = 1.0
+"""So much of what engine cores count may be lost when this launcher dies. Whoever asks for metrics gets newer ones."""
 
 
 def serve_headless(values: FlagValues, parallel: DataParallelConfig) -> int:
@@ -162,6 +162,8 @@ class HeadlessLauncher:
         match message:
             case MetricFilesKept():
                 self._metrics_kept = True
+            case MetricsWanted(number=number):
+                self._send(MetricFiles(self._metrics.changes(), number))
             case HeadStopped():
                 logger.info("the head has stopped; so does this launcher")
                 self._status = 0

@@ -6,7 +6,7 @@
     Registration         ──────────▶
                          ◀──────────      Accepted, or Refused
     EngineUpdate, MetricFiles, Leaving ─▶
-                         ◀──────────      MetricFilesKept, HeadStopped
+                         ◀──────────      MetricFilesKept, MetricsWanted, HeadStopped
 
 The end of file means that the other side is gone. `JoinRequest`, `Challenge` and `Refused` keep their meaning over
 versions, so that different ones can tell each other so.
@@ -14,7 +14,7 @@ versions, so that different ones can tell each other so.
 
 import msgspec
 
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
 from tokenmill_engine.messages import EngineReady
 
 
@@ -77,9 +77,15 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 class MetricFiles(msgspec.Struct, tag=True, frozen=True):
     """Metric files of the launcher's processes that have changed, by name: what is in use of them, compressed. None:
-    the file is gone. The next message of this kind waits for `MetricFilesKept`."""
+    the file is gone.
+
+    They come from time to time, so that little is lost with the launcher, the next ones after `MetricFilesKept`; and
+    in answer to `MetricsWanted`.
+    """
 
     files: dict[str, bytes | None]
+    answers: int = 0
+    """The number of the question; 0: nobody has asked."""
 
 
 class MetricFilesKept(msgspec.Struct, tag=True, frozen=True):
@@ -99,4 +105,4 @@ class HeadStopped(msgspec.Struct, tag=True, frozen=True):
 FromLauncher = (
     JoinRequest | Registration | EngineReady | EngineLost | EngineStalled | EngineRecovered | MetricFiles | Leaving
 )
-FromHead = Challenge | Accepted | Refused | MetricFilesKept | HeadStopped
+FromHead = Challenge | Accepted | Refused | MetricFilesKept | MetricsWanted | HeadStopped

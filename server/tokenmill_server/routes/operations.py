@@ -47,7 +47,10 @@ async def version(_request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """The series of all processes of this server, whichever of them answers."""
-    directory = context_of(request).metrics_dir
+    context = context_of(request)
+    directory = context.metrics_dir
+    if context.remote_metrics is not None:
+        await context.remote_metrics.fetch()
     try:
         text = await asyncio.to_thread(render_metrics, directory, os.getppid())
     except FileNotFoundError:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.server import wait_for
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.control import EngineLost, EngineStalled
+from tokenmill_engine.ipc.control import EngineLost, EngineStalled, MetricsWanted
 from tokenmill_engine.messages import Endpoints, EngineReady
 from tokenmill_server.config import DataParallelConfig
 from tokenmill_server.data_parallel import head, joining
@@ -228,6 +228,26 @@ def test_metric_files_are_kept(rendezvous: Rendezvous, joined: Head, tmp_path: P
     with pytest.raises(ChannelClosedError):
         joined.channel.receive()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_are_fetched_from_all_launchers(rendezvous: Rendezvous) -> None:
+    """And from one that dies meanwhile, nothing is expected any more."""
+    fetched = threading.Event()
+    rendezvous.run(lambda: rendezvous.remote.fetch_metrics(fetched.set))
+    assert fetched.is_set(), "nobody is there to answer"
+    fetched.clear()
+    launchers = [rendezvous.join(rank, 1) for rank in (2, 3)]
+    rendezvous.run(lambda: rendezvous.remote.fetch_metrics(fetched.set))
+    questions = [launcher.channel.receive() for launcher in launchers]
+    assert questions == [MetricsWanted(2), MetricsWanted(2)]
+    launchers[0].channel.send(MetricFiles({}, answers=1))
+    launchers[0].channel.send(MetricFiles({}))
+    assert launchers[0].channel.receive() == MetricFilesKept()
+    assert not fetched.is_set()
+    launchers[0].channel.send(MetricFiles({}, answers=2))
+    assert not fetched.wait(0.1)
+    launchers[1].channel.close()
+    assert fetched.wait(10)
 
 
 def test_an_orderly_end_is_told(rendezvous: Rendezvous, joined: Head) -> None:
