@@ -115,7 +115,10 @@ def run(compare: Compare) -> int:
         raise ConfigError(f"cannot write to --output {compare.output}: {error.strerror}") from None
     sessions = sessions_of(compare.group, loads, compare.rounds, compare.peer is not None)
     try:
-        with _stoppable(), tempfile.TemporaryDirectory(prefix="tokenmill-compare-") as caches:
+        with (
+            _stoppable(),
+            tempfile.TemporaryDirectory(prefix="tokenmill-compare-", ignore_cleanup_errors=True) as caches,
+        ):
             _Turns(compare, models, result, Path(caches)).run(sessions)
     finally:
         _report(compare, result)
