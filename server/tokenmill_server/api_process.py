@@ -69,6 +69,8 @@ ACCEPT_COUNTS_FILE = "accept.counts"
 
 _LAST_WORDS_S = 1.0
 """How long cut-off requests have to deliver their error."""
+_EXPLANATION_S = 2.0
+"""How long the launcher has to tell why a connection to an engine core broke."""
 _GC_THRESHOLDS = (10_000, 10, 10)
 """Tokens make much garbage but no cycles; look for those rarely."""
 
@@ -167,7 +169,7 @@ class ApiServer:
             server = HttpServer(create_app(self._context), listener, self._counts)
             server.open()
             self._context.generator.after_outputs(server.flush)
-            self._context.generator.on_connection_broken(self._on_connection_broken)
+            self._context.generator.on_connection_broken(lambda engine: self._begin(self._reconnect(engine)))
             loop.add_reader(self._channel.fileno(), self._receive)
             self._channel.send(Listening())
             self._receive()
@@ -235,16 +237,16 @@ class ApiServer:
             context.readiness.engine_joined(engine.engine)
         return False
 
-    def _on_connection_broken(self, engine: EngineReady) -> None:
-        """What is open there fails, whether the engine core lives or not: answers may be lost."""
-        reason = f"the connection to engine core {self._context.engine_config.rank_of(engine.engine)} broke"
-        logger.error("%s; connecting again", reason)
-        self._on_engine_lost(EngineLost(engine.engine, engine.incarnation - 1, reason, restarts=True))
-        self._begin(self._reconnect(engine))
-
     async def _reconnect(self, engine: EngineReady) -> bool:
-        """Until it is connected, or the launcher says that it is gone."""
-        while self._context.generator.misses(engine):
+        """After its connection broke. If the engine core has ended, the launcher is about to tell why. If it lives,
+        what is open there fails all the same: answers may be lost. Then it is connected anew."""
+        context = self._context
+        await asyncio.sleep(_EXPLANATION_S)
+        if context.generator.misses(engine):
+            reason = f"the connection to engine core {context.engine_config.rank_of(engine.engine)} broke"
+            logger.error("%s; connecting again", reason)
+            self._on_engine_lost(EngineLost(engine.engine, engine.incarnation - 1, reason, restarts=True))
+        while context.generator.misses(engine):
             await self._connect(engine)
         return False
 

@@ -57,7 +57,7 @@ class EngineClient:
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out everything that had come."""
         self.on_connection_broken: Callable[[EngineReady], None] = _nobody_reconnects
-        """Called when an engine core is out of reach but may live; it is to be disconnected and connected anew."""
+        """Called when an engine core is not connected any more, though it may live: answers may have been lost."""
         self._hello = Hello(client, incarnation)
         self._identity = client_identity(client)
         self._ids = RequestIds(client, incarnation)
@@ -89,7 +89,7 @@ class EngineClient:
             output.close()
             raise
         if is_remote(ready.endpoints):
-            link.watch = ConnectionWatch((link.input, output), lambda: self.on_connection_broken(ready))
+            link.watch = ConnectionWatch((link.input, output), lambda: self._connection_broke(ready))
         self._loop = asyncio.get_running_loop()
         self._links[engine] = link
         self.balancer.joined(engine)
@@ -170,6 +170,12 @@ class EngineClient:
         if engine not in self._links:
             lost = self._lost.get(engine)
             raise EngineDeadError("the engine is not connected" if lost is None else lost.message)
+
+    def _connection_broke(self, ready: EngineReady) -> None:
+        self._read(ready.engine)
+        self.balancer.lost(ready.engine)
+        self._close_link(ready.engine)
+        self.on_connection_broken(ready)
 
     def _close_link(self, engine: int) -> None:
         link = self._links.pop(engine)

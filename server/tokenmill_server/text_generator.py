@@ -50,7 +50,7 @@ class TextGenerator:
         return self._client.misses(engine)
 
     def on_connection_broken(self, call: Callable[[EngineReady], None]) -> None:
-        """`call` is called when an engine core is out of reach, though nobody has said that it is lost."""
+        """`call` is called when an engine core is not connected any more; what is open there still waits."""
         self._client.on_connection_broken = call
 
     def after_outputs(self, call: Callable[[], None]) -> None:
