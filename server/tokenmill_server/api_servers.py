@@ -52,7 +52,7 @@ class ApiServers:
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._faults: dict[int, str] = {}
         """What those did that were killed for it."""
-        self._liveness = Liveness()
+        self._liveness = Liveness(gives_up=configuration.faults.engine_stall_timeout_s > 0)
 
     @property
     def running(self) -> set[int]:

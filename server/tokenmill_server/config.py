@@ -83,7 +83,8 @@ class FaultConfig:
     max_engine_restarts: int = 0
     """How often each is started again before it stays away."""
     engine_stall_timeout_s: float = 0.0
-    """How long one may have work and finish no step until it counts as stalled; 0: for ever."""
+    """How long one may have work and finish no step until it counts as stalled; 0: for ever, and no other process that
+    hangs is looked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ class Liveness:
     """Looks at children from time to time. Its clock stands still while this process does: what was stopped together
     with it, or slept with the machine, is not blamed for that."""
 
-    def __init__(self) -> None:
+    def __init__(self, gives_up: bool = True) -> None:
+        self.gives_up = gives_up
+        """False: whoever hangs may do so for ever, as under a debugger."""
         self.now = 0.0
         """Seconds that this process has run since the beginning, as far as it looked."""
         self._looked_at = time.monotonic()
@@ -72,6 +74,8 @@ class Liveness:
             return []
         self.now += min(now - self._looked_at, 2 * INTERVAL_S)
         self._looked_at = now
+        if not self.gives_up:
+            return []
         return [(key, fault) for key, watched in self._watched.items() if (fault := self._look_at(watched)) is not None]
 
     def _look_at(self, watched: _Watched) -> str | None:

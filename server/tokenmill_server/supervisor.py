@@ -96,6 +96,7 @@ class EngineSupervisor:
         if faults is not None:
             self._max_restarts = faults.max_engine_restarts
             self._stalls = StallDetector(faults.engine_stall_timeout_s)
+            self._liveness.gives_up = faults.engine_stall_timeout_s > 0
         for rank in self._ranks.values():
             self._configure(rank, config, self._began)
 

@@ -36,7 +36,10 @@ def main() -> None:
         if isinstance(message, Ping):
             channel.send(Pulse())
             continue
-        note(f"{name} hears {type(message).__name__}")
+        line = f"{name} hears {type(message).__name__}"
+        if isinstance(message, EnginesReady):
+            line += f": {len(message.engines)} there, {len(message.lost)} lost"
+        note(line)
         match message:
             case EnginesReady() if behaviour == "crash":
                 sys.exit(4)

@@ -23,8 +23,8 @@ FAULTS = (
         number(0, math.inf),
         None,
         "Seconds an engine core may have work and finish no step. After that it counts as stalled and gets requests "
-        "only if all are; after twice as long it is killed. 0: it may take for ever. Default: 60 on a GPU, 300 on the "
-        "CPU",
+        "only if all are; after twice as long it is killed. 0: nothing that hangs is looked for, as under a debugger. "
+        "Default: 60 on a GPU, 300 on the CPU",
         "faults.engine_stall_timeout_s",
         metavar="SECONDS",
         offline=False,

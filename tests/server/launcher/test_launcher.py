@@ -1,110 +1,18 @@
-"""The real launcher in a process of its own, over scripted children: see `tests/support/scripted_*.py`."""
+"""What the launcher does with its children, from the start to the end; faults are in `test_faults`."""
 
-import contextlib
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import MappingProxyType
 
 import psutil
 import pytest
 
+from tests.support.launched import launched
 from tests.support.server import wait_for
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = """
-import logging, sys
-from tokenmill_engine.errors import TokenmillError
-from tokenmill_server import api_servers, launcher, supervisor
-from tokenmill_server.flags.command_line import read_flags
-logging.basicConfig(level=logging.INFO)
-api_servers._MODULE = "tests.support.scripted_api_server"
-supervisor._ENGINE_MODULE = "tests.support.scripted_engine"
-try:
-    sys.exit(launcher.serve(read_flags(sys.argv[1:])))
-except TokenmillError as error:
-    sys.exit(f"error: {error}")
-"""
-
-
-class Launched:
-    """The launcher's process, what it wrote and what its children wrote."""
-
-    def __init__(
-        self, folder: Path, engine: str, api: str, arguments: tuple[str, ...], environment: Mapping[str, str]
-    ) -> None:
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-        self._log, self._children_log = folder / "log", folder / "children"
-        self._children_log.touch()
-        variables = {
-            "CHILD_LOG": str(self._children_log),
-            "CHILD_ENGINE": engine,
-            "CHILD_API": api,
-            "TMPDIR": str(self.temporary),
-        }
-        with self._log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    SCRIPT,
-                    "--device",
-                    "cpu",
-                    *(arguments if "--port" in arguments else ("--port", "0", *arguments)),
-                ],
-                stdout=stream,
-                stderr=stream,
-                env={**os.environ, **variables, **environment},
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def children_log(self) -> str:
-        return self._children_log.read_text()
-
-    def wait_for(self, pattern: str, count: int = 1) -> None:
-        """Until `pattern` was written `count` times, by whomever."""
-        wait_for(lambda: len(re.findall(pattern, self.log + self.children_log)) >= count, 30, f"{pattern!r}")
-
-    def pid(self, name: str) -> int:
-        self.wait_for(f"{name} pid")
-        match = re.search(rf"{name} pid (\d+)", self.children_log)
-        assert match is not None
-        return int(match[1])
-
-    def wait(self, status: int) -> None:
-        """Until it ends with `status`; nothing may be left then."""
-        assert self.process.wait(30) == status, self.log
-        for pid in re.findall(r"pid (\d+)", self.children_log):
-            assert not psutil.pid_exists(int(pid))
-        assert list(self.temporary.iterdir()) == []
-
-
-@contextlib.contextmanager
-def launched(
-    *arguments: str, engine: str = "ready", api: str = "serve", environment: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[Launched]:
-    with tempfile.TemporaryDirectory(prefix="l-") as folder:
-        run = Launched(Path(folder), engine, api, arguments, environment)
-        try:
-            yield run
-        finally:
-            if run.process.poll() is None:
-                run.process.kill()
-                run.process.wait()
-                time.sleep(0.2)
 
 
 def test_ready_line_then_clean_stop() -> None:
@@ -170,7 +78,7 @@ def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:
     with launched("-asc", "2") as run:
         run.wait_for("is ready at")
         killed = time.monotonic()
-        os.kill(run.pid("engine 0"), signal.SIGKILL)
+        os.kill(run.pid(r"engine 0\.0"), signal.SIGKILL)
         run.wait(1)
         assert time.monotonic() - killed < 5
         assert len(re.findall("hears EngineLost", run.children_log)) == 2
@@ -183,7 +91,7 @@ def test_dead_api_server_is_replaced_and_its_requests_are_dropped() -> None:
         run.wait_for("is ready at")
         os.kill(run.pid("api 1.0"), signal.SIGKILL)
         run.wait_for(r"api 1\.1 hears EnginesReady")
-        run.wait_for(r"engine \d hears that client 1\.0 is gone", count=2)
+        run.wait_for(r"engine \d\.\d hears that client 1\.0 is gone", count=2)
         assert "API server 1 was killed" in run.log
         run.process.send_signal(signal.SIGINT)
         run.wait(0)
@@ -273,7 +181,7 @@ def test_api_server_that_does_not_drain_is_cut_off() -> None:
 def test_killed_launcher_leaves_no_process() -> None:
     with launched("-dp", "2", "-asc", "2") as run:
         run.wait_for("is ready at")
-        pids = [run.pid(name) for name in ("engine 0", "engine 1", r"api 0\.0", r"api 1\.0")]
+        pids = [run.pid(name) for name in (r"engine 0\.0", r"engine 1\.0", r"api 0\.0", r"api 1\.0")]
         run.process.kill()
         run.process.wait()
         wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5, "end of every child")

@@ -1,0 +1,177 @@
+"""An engine core of several dies or hangs: its requests get an answer, the others go on, and it comes back."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import TINY_FLAGS
+from tests.support.server import Server, check_error, start_server, wait_for
+from tests.support.streams import BackgroundStream
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = {"prompt": "Once", "max_tokens": 50000, "ignore_eos": True}
+RESTART_S = 120
+"""How long a restarted engine core may take on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    """Two engine cores, two API servers."""
+    with start_server(str(tiny_model), *TINY_FLAGS, "-dp", "2", "-asc", "2", "--max-engine-restarts", "50") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _all_serve(server: Server) -> None:
+    """Whatever a test did, the next one finds everybody in rotation."""
+    wait_until_all_serve(server)
+
+
+def wait_until_all_serve(server: Server) -> None:
+    wait_for(
+        lambda: server.metric("engine_up") == 2 and all(health == (200, []) for health in healths(server)),
+        RESTART_S,
+        "server with both engine cores",
+    )
+
+
+def healths(server: Server) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Status and missing engine cores as several API servers see them: each call is a connection of its own."""
+    answers = []
+    for _ in range(4):
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
+            response = client.get("/health")
+            answers.append((response.status_code, response.json().get("engines", [])))
+    return answers
+
+
+def stream(server: Server, rank: int, **fields: Any) -> BackgroundStream:
+    """An endless request to one engine core."""
+    headers = {"X-Data-Parallel-Rank": str(rank)}
+    return BackgroundStream(server.url, "/v1/completions", headers=headers, **ENDLESS, **fields)
+
+
+def pinned(server: Server, rank: int) -> httpx.Response:
+    fields = {"prompt": "a", "max_tokens": 4}
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
+        return client.post("/v1/completions", json=fields, headers={"X-Data-Parallel-Rank": str(rank)})
+
+
+def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server) -> None:
+    for rank in (0, 1):
+        assert pinned(server, rank).status_code == 200
+    tokens = server.metric("generation_tokens_total", engine="1")
+    restarts = server.metric("engine_restarts_total", engine="1")
+    lost = [stream(server, 1), stream(server, 1), stream(server, 1, stream=False)]
+    kept = stream(server, 0, n=2)
+    for one in (*lost[:2], kept):
+        one.wait_for_events(3)
+    wait_for(lambda: server.metric("num_requests_running", engine="1") == 3, 20, "three running requests")
+    killed_at = time.monotonic()
+    server.kill(server.engine_pids()[1])
+    for one in lost:
+        answer = one.result(10)
+        assert one.ended_at - killed_at < 5
+        if answer.error is not None:
+            assert answer.done
+            error = answer.error
+            assert [event for event in answer.events if "error" in event] == answer.events[-1:]
+        else:
+            assert answer.status == 500
+            error = json.loads(answer.body)["error"]
+        assert error["code"] == "engine_dead"
+        assert error["message"].startswith("engine core 1 was killed (SIGKILL)")
+    check_rotation_without(server, 1)
+    seen = len(kept.stream.events)
+    kept.wait_for_events(seen + 20)
+    assert kept.is_alive()
+    wait_until_all_serve(server)
+    assert pinned(server, 1).status_code == 200
+    assert server.metric("engine_restarts_total", engine="1") == restarts + 1
+    assert server.metric("generation_tokens_total", engine="1") > tokens
+    assert server.metric("num_requests_running", engine="1") == 0
+    assert kept.is_alive()
+    kept.leave()
+    assert kept.stream.error is None
+
+
+def check_rotation_without(server: Server, rank: int) -> None:
+    """While `rank` is gone the server is healthy, says so, and uses the other one."""
+    for status, missing in healths(server):
+        assert status == 200
+        assert [(engine["engine"], engine["status"]) for engine in missing] == [(rank, "restarting")]
+    refused = pinned(server, rank)
+    assert check_error(refused, 503)["code"] == "engine_unavailable"
+    assert refused.headers["retry-after"] == "1"
+    for _ in range(6):
+        assert server.text("a", max_tokens=2)
+    assert server.metric("engine_up", engine=str(rank)) == 0
+    assert not any(name.startswith(f"num_requests_running{{engine={rank}") for name in server.metrics())
+
+
+def test_an_engine_core_that_is_stopped_is_replaced_within_seconds(server: Server) -> None:
+    hung, kept = stream(server, 0), stream(server, 1)
+    hung.wait_for_events()
+    kept.wait_for_events()
+    stopped_at = time.monotonic()
+    os.kill(server.engine_pids()[0], signal.SIGSTOP)
+    error = hung.result(20).error
+    assert hung.ended_at - stopped_at < 10
+    assert error is not None
+    assert error["message"] == "engine core 0 was stopped (SIGSTOP) for 5 s and was killed"
+    assert kept.is_alive()
+    wait_until_all_serve(server)
+    assert pinned(server, 0).status_code == 200
+    kept.leave()
+    assert kept.stream.error is None
+
+
+def test_an_api_server_that_is_stopped_is_replaced_within_seconds(server: Server) -> None:
+    streams = [stream(server, rank) for rank in (0, 1, 0, 1)]
+    for one in streams:
+        one.wait_for_events()
+    stopped_at = time.monotonic()
+    os.kill(server.api_server_pids()[0], signal.SIGSTOP)
+    wait_for(lambda: any(one.stream.broken for one in streams), 20, "broken stream")
+    assert time.monotonic() - stopped_at < 10
+    wait_for(lambda: "API server 0 was stopped (SIGSTOP) for 5 s and was killed" in server.log, 10, "line that says so")
+    wait_for(lambda: len(server.api_server_pids()) == 2, 30, "second API server")
+    assert any(one.is_alive() for one in streams)
+    assert all(one.is_alive() or one.stream.broken for one in streams)
+    for one in streams:
+        one.leave()
+    wait_for(lambda: server.metric("num_requests_running") == 0, 20, "idle server")
+
+
+def test_everybody_comes_back_when_an_api_server_dies_while_an_engine_core_loads(server: Server) -> None:
+    server.kill(server.engine_pids()[1])
+    wait_for(lambda: len(server.engine_pids()) == 1 or healths(server)[0][1], 10, "loss of an engine core")
+    for pid in server.api_server_pids():
+        server.kill(pid)
+    wait_for(lambda: server.log.count("starting another") >= 2, 10, "replacements")
+    wait_until_all_serve(server)
+    for _ in range(4):
+        assert pinned(server, 1).status_code == 200
+
+
+def test_a_drain_while_an_engine_core_loads(tiny_model: Path) -> None:
+    """What is open on the other one is finished, and the end is a good one."""
+    with start_server(str(tiny_model), *TINY_FLAGS, "-dp", "2") as server:
+        fields = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True}
+        kept = BackgroundStream(server.url, "/v1/completions", headers={"X-Data-Parallel-Rank": "0"}, **fields)
+        kept.wait_for_events()
+        server.kill(server.engine_pids()[1])
+        wait_for(lambda: "starting it again" in server.log, 10, "restart")
+        assert server.stop() == 0
+        answer = kept.result(5)
+        assert answer.error is None
+        assert answer.finish_reasons() == ["length"]
+        assert server.log.splitlines()[-1].endswith("all requests are finished; stopped")
