@@ -47,6 +47,7 @@ from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.accept import ConnectionCounts
 from tokenmill_server.app import create_app
+from tokenmill_server.balancing.load_balancer import make_balancer
 from tokenmill_server.context import ServerContext
 from tokenmill_server.control import ApiServerStart
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
@@ -120,7 +121,8 @@ def build_context(start: ApiServerStart) -> ServerContext:
         namespaces,
         first_rank=start.engine.data_parallel_first_rank,
     )
-    client = EngineClient(start.client, start.incarnation, num_engines)
+    balancer = make_balancer(start.engine, config.api_server_count)
+    client = EngineClient(start.client, start.incarnation, balancer)
     return ServerContext(
         config=config,
         engine_config=start.engine,

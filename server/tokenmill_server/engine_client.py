@@ -28,8 +28,9 @@ from tokenmill_engine.messages import (
     LoadReport,
     StepOutput,
 )
+from tokenmill_server.balancing.load_balancer import LoadBalancer
+from tokenmill_server.balancing.prompt_blocks import PromptBlocks
 from tokenmill_server.connection_watch import ConnectionWatch
-from tokenmill_server.load_balancer import LoadBalancer
 
 OutputHandler = Callable[[StepOutput], None]
 
@@ -50,9 +51,10 @@ class _Link:
 class EngineClient:
     """Sends requests to engine cores and hands their outputs to `on_output`."""
 
-    def __init__(self, client: int, incarnation: int, num_engines: int, on_output: OutputHandler | None = None) -> None:
-        self.num_engines = num_engines
-        self.balancer = LoadBalancer(num_engines)
+    def __init__(
+        self, client: int, incarnation: int, balancer: LoadBalancer, on_output: OutputHandler | None = None
+    ) -> None:
+        self.balancer = balancer
         self.on_output = on_output or _ignore
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out everything that had come."""
@@ -92,7 +94,7 @@ class EngineClient:
             link.watch = ConnectionWatch((link.input, output), lambda: self._connection_broke(ready))
         self._loop = asyncio.get_running_loop()
         self._links[engine] = link
-        self.balancer.joined(engine)
+        self.balancer.joined(engine, ready.kv_cache_tokens)
         self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
         self._send(engine, self._hello)
         self._read(engine)
@@ -127,27 +129,28 @@ class EngineClient:
     def new_request_id(self) -> int:
         return self._ids.next()
 
-    def choose_engine(self, pinned: int | None = None) -> int:
-        """The engine core for the next request.
+    def choose_engine(self, prompt: PromptBlocks, pinned: int | None = None) -> int:
+        """The engine core for a prompt.
 
         Raises:
             InvalidRequestError: there is no engine `pinned`.
             EngineUnavailableError: engine `pinned` is gone, for now or for good.
             EngineDeadError: every engine is gone.
         """
-        engine = self.balancer.choose(pinned)
+        engine = self.balancer.choose(prompt, pinned)
         if pinned is not None and self._links and engine not in self._links and engine in self._lost:
             raise EngineUnavailableError(self._lost[engine].message)
         self._check_connected(engine)
         return engine
 
-    def add(self, engine: int, requests: Sequence[AddRequest]) -> None:
-        """Hands requests to `engine`. Each must end in `ended`. Raises EngineDeadError if it is gone."""
+    def add(self, engine: int, requests: Sequence[AddRequest], prompt: PromptBlocks) -> None:
+        """Hands the sequences of a prompt to `engine`. Each must end in `ended`. Raises EngineDeadError if it is
+        gone."""
         self._check_connected(engine)
         for request in requests:
             if not self._send(engine, request):
                 raise EngineDeadError(f"engine core {engine} is gone")
-        self.balancer.sent(engine, len(requests))
+        self.balancer.sent(engine, prompt)
 
     def abort(self, engine: int, request_ids: list[int], reason: FinishReason) -> None:
         """Makes `engine` forget requests; no output of theirs follows."""
@@ -202,6 +205,7 @@ class EngineClient:
     def _handle(self, frame: bytes) -> None:
         message = self._decoder.decode(frame)
         if isinstance(message, BlockEvents):
+            self.balancer.blocks_changed(message.engine, message.stored, message.removed, message.is_snapshot)
             return
         self.balancer.reported(message.engine, message.load)
         if isinstance(message, LoadReport):

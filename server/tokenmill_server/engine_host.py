@@ -16,6 +16,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.ipc.control import EngineLost
 from tokenmill_engine.messages import EngineReady
+from tokenmill_server.balancing.load_balancer import make_balancer
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.engine_table import EngineTable
 from tokenmill_server.processing.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ class EngineHost:
         with Watcher() as watcher, RunDir() as run_dir:
             engines = EngineSupervisor(str(run_dir.path), watcher, self._began)
             table = EngineTable(self._config.data_parallel_size)
-            client = EngineClient(client=0, incarnation=0, num_engines=self._config.data_parallel_size)
+            client = EngineClient(client=0, incarnation=0, balancer=make_balancer(self._config))
             self.generator = TextGenerator(client, self._tokenizer)
             try:
                 ready = self._watch(watcher, engines, table)

@@ -69,15 +69,21 @@ class TextGenerator:
     def start(
         self, request: GenerationRequest, listener: OutputListener, pinned_engine: int | None = None
     ) -> Generation:
-        """Sends the request's choices to the least loaded engine (or the pinned one), all to the same.
+        """Sends the request's choices to the engine that the balancer chooses (or the pinned one), all to the same.
 
         Raises EngineUnavailableError if the pinned engine is gone, EngineDeadError if all are.
         """
-        engine = self._client.choose_engine(pinned_engine)
+        prompt = self._client.balancer.describe(
+            request.prompt_token_ids,
+            num_sequences=request.sampling.n,
+            cache_salt=request.cache_salt,
+            reads_cache=request.sampling.prompt_logprobs is None,
+        )
+        engine = self._client.choose_engine(prompt, pinned_engine)
         generation = Generation(request, listener, self._tokenizer, engine)
         for choice in generation.choices:
             choice.request_id = self._client.new_request_id()
-        self._client.add(engine, _engine_requests(generation))
+        self._client.add(engine, _engine_requests(generation), prompt)
         for choice in generation.choices:
             self._choices[choice.request_id] = choice
         return generation

@@ -13,6 +13,7 @@ from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, TokenmillError
 from tokenmill_engine.ipc.control import EngineLost
 from tokenmill_engine.messages import FinishReason, SamplingParams
+from tokenmill_server.balancing.load_balancer import LoadBalancer
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.processing.generation import GenerationRequest, TokenLogprob
 from tokenmill_server.processing.output_processor import Choice
@@ -33,7 +34,7 @@ async def generating(
 ) -> AsyncIterator[tuple[TextGenerator, list[EchoEngine]]]:
     with tempfile.TemporaryDirectory(prefix="tokenmill-test-") as run_dir:
         engines = [EchoEngine(run_dir, index, **options).start() for index in range(num_engines)]
-        generator = TextGenerator(EngineClient(0, 0, num_engines), tokenizer)
+        generator = TextGenerator(EngineClient(0, 0, LoadBalancer(num_engines)), tokenizer)
         for engine in engines:
             await generator.connect(engine.ready())
         try:
@@ -187,7 +188,7 @@ async def test_a_listener_that_raises_fails_its_request_alone(tokenizer: Tokeniz
 
 
 async def test_before_the_engines_are_connected(tokenizer: Tokenizer) -> None:
-    generator = TextGenerator(EngineClient(0, 0, 1), tokenizer)
+    generator = TextGenerator(EngineClient(0, 0, LoadBalancer(1)), tokenizer)
     with pytest.raises(EngineDeadError):
         await generator.complete(request(tokenizer, "one"))
     generator.disconnect()
