@@ -76,7 +76,8 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
 
 def _api_servers(values: FlagValues, device: DeviceInfo, parallel: DataParallelConfig, *, offline: bool) -> int:
     given: int | None = values["api_server_count"]
-    if given is not None or offline or parallel.load_balancing is LoadBalancing.EXTERNAL:
+    alone = offline or parallel.headless or parallel.load_balancing is LoadBalancing.EXTERNAL
+    if given is not None or alone:
         return given or 1
     cpus, engines = usable_cpus(), len(parallel.served_ranks)
     count = default_api_servers(cpus, engines, computes_on_cpu=device.kind == "cpu")

@@ -84,7 +84,15 @@ def test_gpus_are_needed_for_local_ranks_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "count"), [("-dp 4", 16), ("-dp 4 -dph -dpl 2", 8), ("-dp 4 -dpn 1", 1), ("-dp 4 -dpn 1 -asc 3", 3)]
+    ("arguments", "count"),
+    [
+        ("-dp 4", 16),
+        ("-dp 4 -dpl 2", 16),
+        ("-dp 4 -dph -dpl 2", 8),
+        ("-dp 4 -dpn 1", 1),
+        ("-dp 4 -dpn 1 -asc 3", 3),
+        ("-dp 4 -dpl 2 --headless", 1),
+    ],
 )
 def test_api_servers_follow_the_engine_cores_that_they_serve(
     monkeypatch: pytest.MonkeyPatch, arguments: str, count: int
