@@ -1,6 +1,7 @@
 import pytest
 
 from tokenmill_engine.errors import EngineDeadError, EngineStartingError, TokenmillError
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
 from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.readiness import Phase, Readiness
 
@@ -32,3 +33,52 @@ def test_nothing_follows_death(phase: Phase) -> None:
     readiness.move(Phase.DEAD)
     with pytest.raises(ValueError, match="no way from DEAD"):
         readiness.move(phase)
+
+
+def test_the_phase_follows_the_engine_cores() -> None:
+    readiness = Readiness(2)
+    readiness.engine_joined(0)
+    assert readiness.phase is Phase.READY
+    readiness.engine_joined(1)
+    readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone"))
+    assert readiness.phase is Phase.READY
+    readiness.engine_lost(EngineLost(1, 0, "engine core 1 is gone", restarts=True))
+    with pytest.raises(EngineStartingError, match="engine core 1 is gone; it is being restarted"):
+        readiness.check()
+    readiness.engine_joined(1)
+    readiness.check()
+    readiness.engine_lost(EngineLost(1, 1, "engine core 1 is gone again"))
+    with pytest.raises(EngineDeadError, match="engine core 1 is gone again"):
+        readiness.check()
+    readiness.engine_lost(EngineLost(1, 1, "once more"))
+    assert [(fault.engine, fault.status) for fault in readiness.engine_faults] == [(0, "dead"), (1, "dead")]
+
+
+def test_a_drain_goes_on_without_engine_cores() -> None:
+    readiness = Readiness(1)
+    readiness.engine_joined(0)
+    readiness.move(Phase.DRAINING)
+    readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone", restarts=True))
+    assert readiness.phase is Phase.DRAINING
+    readiness.engine_joined(0)
+    assert readiness.phase is Phase.DRAINING
+
+
+def test_stalls_end_with_a_recovery_or_with_the_engine_core() -> None:
+    readiness = Readiness(2)
+    for engine in range(2):
+        readiness.engine_joined(engine)
+        assert not readiness.is_stalled
+        readiness.engine_stalls(EngineStalled(engine, 0, 0.0))
+    assert readiness.is_stalled
+    readiness.check()
+    readiness.engine_stalls(EngineRecovered(1, 0))
+    assert not readiness.is_stalled
+    assert [fault.status for fault in readiness.engine_faults] == ["stalled"]
+    readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone", restarts=True))
+    readiness.engine_joined(0)
+    readiness.engine_stalls(EngineRecovered(0, 1))
+    assert readiness.engine_faults == []
+    readiness.engine_lost(EngineLost(0, 1, "engine core 0 is gone", restarts=True))
+    readiness.engine_stalls(EngineStalled(0, 1, 0.0))
+    assert [fault.status for fault in readiness.engine_faults] == ["restarting"]
