@@ -32,6 +32,7 @@ from tokenmill_engine.ipc.control import (
     EngineRecovered,
     EnginesReady,
     EngineStalled,
+    FromApiServer,
     Listening,
     MetricsFetched,
     MetricsWanted,
@@ -96,14 +97,22 @@ def main() -> None:
     try:
         server = ApiServer(start, build_context(start), channel)
     except TokenmillError as error:
-        channel.send(StartFailed(str(error)))
+        _tell(channel, StartFailed(str(error)), start.run_dir)
         sys.exit(1)
     except (OSError, zmq.ZMQError) as error:
         reason = describe_os_error(error) if os.path.isdir(start.run_dir) else f"the folder {start.run_dir} was removed"
-        channel.send(StartFailed(f"API server {start.client} cannot start: {reason}"))
+        _tell(channel, StartFailed(f"API server {start.client} cannot start: {reason}"), start.run_dir)
         sys.exit(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.run())
+
+
+def _tell(channel: ControlChannel[ApiControl], message: FromApiServer, run_dir: str) -> None:
+    """Sends to the launcher. If that is gone, the run directory is removed and the process ends."""
+    try:
+        channel.send(message)
+    except ChannelClosedError:
+        exit_orphaned(run_dir)
 
 
 def build_context(start: ApiServerStart) -> ServerContext:
@@ -173,7 +182,7 @@ class ApiServer:
             self._context.generator.after_outputs(server.flush)
             self._context.generator.on_connection_broken(lambda engine: self._begin(self._reconnect(engine)))
             loop.add_reader(self._channel.fileno(), self._receive)
-            self._channel.send(Listening())
+            _tell(self._channel, Listening(), self._start.run_dir)
             self._receive()
             gc.collect()
             gc.freeze()
@@ -210,7 +219,7 @@ class ApiServer:
         try:
             for message in self._channel.receive_available():
                 if isinstance(message, Ping):
-                    self._channel.send(Pulse())
+                    _tell(self._channel, Pulse(), self._start.run_dir)
                 else:
                     self._events.put_nowait(message)
         except ChannelClosedError:
@@ -224,7 +233,7 @@ class ApiServer:
         for stalled in ready.stalled:
             self._on_stall(stalled)
         if self._context.readiness.phase is not Phase.DEAD:
-            self._channel.send(Serving())
+            _tell(self._channel, Serving(), self._start.run_dir)
         return False
 
     async def _connect(self, engine: EngineReady) -> bool:
@@ -270,7 +279,7 @@ class ApiServer:
             self._cut_off(server)
             await server.wait_idle(_LAST_WORDS_S)
         await server.close()
-        self._channel.send(Drained(self._num_cut_off))
+        _tell(self._channel, Drained(self._num_cut_off), self._start.run_dir)
         return True
 
     def _cut_off(self, server: HttpServer) -> None:
