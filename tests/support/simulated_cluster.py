@@ -83,7 +83,7 @@ class Setting:
     costs: Costs = H100_8B_FLAT
     speeds: tuple[float, ...] = ()
     """Of each rank; 1 if not given."""
-    request_s: float = 0.0005
+    request_s: float = 0.001
     """What an API server takes for a request before it chooses a rank."""
     to_engine_s: float = 0.0002
     to_api_server_s: float = 0.001
