@@ -69,6 +69,7 @@ def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server
     for rank in (0, 1):
         assert pinned(server, rank).status_code == 200
     tokens = server.metric("generation_tokens_total", engine="1")
+    finished = server.metric("request_success_total", engine="1")
     restarts = server.metric("engine_restarts_total", engine="1")
     lost = [stream(server, 1), stream(server, 1), stream(server, 1, stream=False)]
     kept = stream(server, 0, n=2)
@@ -96,7 +97,8 @@ def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server
     wait_until_all_serve(server)
     assert pinned(server, 1).status_code == 200
     assert server.metric("engine_restarts_total", engine="1") == restarts + 1
-    assert server.metric("generation_tokens_total", engine="1") > tokens
+    assert server.metric("generation_tokens_total", engine="1") > tokens + 4
+    assert server.metric("request_success_total", engine="1") == finished + 1
     assert server.metric("num_requests_running", engine="1") == 0
     assert kept.is_alive()
     kept.leave()
@@ -111,10 +113,11 @@ def check_rotation_without(server: Server, rank: int) -> None:
     refused = pinned(server, rank)
     assert check_error(refused, 503)["code"] == "engine_unavailable"
     assert refused.headers["retry-after"] == "1"
+    metrics = server.metrics()
+    assert [value for name, value in metrics.items() if name.startswith(f"engine_up{{engine={rank}")] == [0]
+    assert not any(name.startswith(f"num_requests_running{{engine={rank}") for name in metrics)
     for _ in range(6):
         assert server.text("a", max_tokens=2)
-    assert server.metric("engine_up", engine=str(rank)) == 0
-    assert not any(name.startswith(f"num_requests_running{{engine={rank}") for name in server.metrics())
 
 
 def test_an_engine_core_that_is_stopped_is_replaced_within_seconds(server: Server) -> None:

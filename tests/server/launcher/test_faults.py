@@ -152,10 +152,10 @@ def test_the_pause_of_the_whole_server_is_nobodys_fault() -> None:
         pids = [run.process.pid, *(run.pid(name) for name in (r"engine 0\.0", r"engine 1\.0", r"api 0\.0"))]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(7)
+        time.sleep(6.5)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        time.sleep(3)
+        time.sleep(2)
         assert "was killed" not in run.log
         run.process.send_signal(signal.SIGTERM)
         run.wait(0)
@@ -186,7 +186,7 @@ def test_nothing_is_looked_for_when_that_is_switched_off() -> None:
     with launched("-dp", "2", "--engine-stall-timeout", "0", engine="stall:1") as run:
         run.wait_for("is ready at")
         os.kill(run.pid(r"engine 0\.0"), signal.SIGSTOP)
-        time.sleep(8)
+        time.sleep(6.5)
         assert "killed" not in run.log
         assert "stalled" not in run.log
         run.process.send_signal(signal.SIGTERM)

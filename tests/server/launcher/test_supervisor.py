@@ -1,8 +1,23 @@
-"""What an engine core is started with."""
+"""What an engine core is started with, and when a dead one is started again: without processes and without waiting."""
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from tokenmill_server.supervisor import _engine_environment
+from tests.support.api_server import engine_config
+from tokenmill_engine.errors import StartupError
+from tokenmill_engine.ipc.channel import ControlChannel
+from tokenmill_engine.ipc.child import ChildProcess
+from tokenmill_engine.ipc.control import EngineLost, FromEngine, StartFailed
+from tokenmill_engine.ipc.sockets import local_endpoints
+from tokenmill_engine.messages import EngineReady
+from tokenmill_server import supervisor
+from tokenmill_server.config import FaultConfig
+from tokenmill_server.supervisor import EngineSupervisor, _engine_environment
+from tokenmill_server.watcher import Exited, Said, Watcher
 
 
 @pytest.mark.parametrize(
@@ -31,3 +46,121 @@ def test_a_single_engine_core_sees_what_we_see() -> None:
 @pytest.mark.parametrize("environment", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "3,4"}])
 def test_on_the_cpu_nobody_needs_a_gpu_of_its_own(environment: dict[str, str]) -> None:
     assert [_engine_environment(environment, "cpu", 2, rank) for rank in range(2)] == [environment] * 2
+
+
+class Clock:
+    """The monotonic clock, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.starts: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Nobody:
+    """Watches no child."""
+
+    def add(self, key: Any, child: Any) -> None:
+        """There is no process to watch."""
+
+
+class Machine:
+    """One engine core and what happens to it."""
+
+    def __init__(self, clock: Clock, num_restarts: int) -> None:
+        self.clock = clock
+        self.engines = EngineSupervisor("/nowhere", cast(Watcher, Nobody()), clock.now)
+        self.engines.spawn(1, "cpu", {})
+        self.engines.configure(engine_config(), FaultConfig(max_engine_restarts=num_restarts))
+
+    def become_ready(self, incarnation: int) -> None:
+        state = EngineReady(0, incarnation, local_endpoints("/nowhere", 0, incarnation), 128, 8, 16, 128, "none")
+        assert self.engines.handle(Said(("engine", 0), state)) == state
+
+    def say(self, message: StartFailed) -> None:
+        assert self.engines.handle(Said(("engine", 0), message)) is None
+
+    def die(self) -> EngineLost:
+        update = self.engines.handle(Exited(("engine", 0), -9, 1))
+        assert isinstance(update, EngineLost)
+        return update
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """Processes are not started, only the times at which they would be are noted in `clock.starts`."""
+    clock = Clock()
+    sockets: list[socket.socket] = []
+
+    def spawn(*_: Any, **__: Any) -> ChildProcess[FromEngine]:
+        clock.starts.append(clock.now)
+        ours, theirs = socket.socketpair()
+        sockets.extend((ours, theirs))
+        return ChildProcess(cast(Any, SimpleNamespace(pid=1)), ControlChannel(ours, FromEngine))
+
+    monkeypatch.setattr(supervisor, "spawn_child", spawn)
+    monkeypatch.setattr(supervisor, "time", clock)
+    yield clock
+    for one in sockets:
+        one.close()
+
+
+def test_restarts_come_later_and_later_until_it_stays_away(clock: Clock) -> None:
+    machine = Machine(clock, 4)
+    for incarnation, delay_s in enumerate((0, 1, 2, 4)):
+        machine.become_ready(incarnation)
+        lost = machine.die()
+        assert (lost.engine, lost.incarnation, lost.restarts) == (0, incarnation, True)
+        assert machine.engines.next_tick <= clock.now + delay_s
+        if delay_s:
+            clock.now += delay_s - 0.1
+            machine.engines.tick()
+            assert len(clock.starts) == incarnation + 1
+            clock.now += 0.1
+        machine.engines.tick()
+        assert len(clock.starts) == incarnation + 2
+    machine.become_ready(4)
+    assert not machine.die().restarts
+    clock.now += 1000
+    machine.engines.tick()
+    assert len(clock.starts) == 5
+
+
+def test_long_service_makes_up_for_deaths(clock: Clock) -> None:
+    machine = Machine(clock, 1)
+    for incarnation in range(5):
+        machine.become_ready(incarnation)
+        clock.now += 600
+        assert machine.die().restarts
+        machine.engines.tick()
+    machine.become_ready(5)
+    clock.now += 599
+    assert not machine.die().restarts
+
+
+def test_only_a_first_start_that_fails_is_an_error(clock: Clock) -> None:
+    machine = Machine(clock, 2)
+    with pytest.raises(StartupError, match=r"engine core 0 was killed .* while it was starting"):
+        machine.die()
+    machine = Machine(clock, 2)
+    machine.become_ready(0)
+    machine.die()
+    machine.engines.tick()
+    machine.say(StartFailed("the model is not there any more"))
+    lost = machine.die()
+    assert (lost.message, lost.restarts) == ("the model is not there any more", True)
+    clock.now += 1
+    machine.engines.tick()
+    assert machine.die().message.endswith("while it was starting")
+
+
+def test_nothing_is_restarted_once_the_end_has_begun(clock: Clock) -> None:
+    machine = Machine(clock, 3)
+    machine.become_ready(0)
+    assert machine.die().restarts
+    machine.engines.end_restarts()
+    clock.now += 100
+    machine.engines.tick()
+    assert len(clock.starts) == 1
