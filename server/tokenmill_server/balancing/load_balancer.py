@@ -173,8 +173,7 @@ class LoadBalancer:
         block_size = self._block_size or 0
         num_cached = {engine: self._ranks[engine].blocks.count_leading(prompt.names) for engine in engines}
         strays = self._stray_tokens(prompt, num_cached)
-        roomy = [engine for engine in engines if self._has_room(self._ranks[engine], prompt, num_cached[engine])]
-        engines = roomy or engines
+        engines = self._with_room(prompt, num_cached)
         shallowest = min(num_cached.values())
         loyalty = share_of(prompt.names[shallowest]) if shallowest < len(prompt.names) else 0.0
         backlogs = {engine: self._backlog(self._ranks[engine]) for engine in engines}
@@ -205,13 +204,26 @@ class LoadBalancer:
                 strays[engine] += (deepest - count) * block_size * (engine != home)
         return strays
 
-    def _has_room(self, rank: _Rank, prompt: PromptBlocks, num_cached: int) -> bool:
-        """Whether the prompt's sequences would be admitted at once."""
-        if rank.load.num_sequences(self._num_api_servers) + prompt.num_sequences > self._max_num_seqs:
+    def _with_room(self, prompt: PromptBlocks, num_cached: dict[int, int]) -> list[int]:
+        """Engines that would admit the prompt's sequences at once, though every API server sends as many as this one;
+        if there are none, those that would if nobody else sends any; else all."""
+        for num_senders in (self._num_api_servers, 1):
+            roomy = [
+                engine
+                for engine, count in num_cached.items()
+                if self._has_room(self._ranks[engine], prompt, count, num_senders)
+            ]
+            if roomy:
+                return roomy
+        return list(num_cached)
+
+    def _has_room(self, rank: _Rank, prompt: PromptBlocks, num_cached: int, num_senders: int) -> bool:
+        reported, num_new = rank.load.reported, rank.load.num_unconfirmed + prompt.num_sequences
+        if reported.num_running + reported.num_waiting + num_senders * num_new > self._max_num_seqs:
             return False
         if rank.kv_tokens is None:
             return True
-        num_free = rank.kv_tokens * (1.0 - rank.load.reported.kv_usage) - rank.load.num_prompt_tokens(self._typical)
+        num_free = rank.kv_tokens * (1.0 - reported.kv_usage) - rank.load.num_prompt_tokens(self._typical)
         return prompt.num_tokens - num_cached * (self._block_size or 0) <= num_free
 
     def _num_missing(self, rank: _Rank, prompt: PromptBlocks) -> int:
@@ -221,7 +233,7 @@ class LoadBalancer:
     def _backlog(self, rank: _Rank) -> float:
         """Work that waits and runs there."""
         load, typical = rank.load, self._typical
-        return load.num_prompt_tokens(typical) + load.num_sequences(1) * _decode_tokens(typical.prompt_tokens)
+        return load.num_prompt_tokens(typical) + load.num_sequences * _decode_tokens(typical.prompt_tokens)
 
 
 def _decode_tokens(num_prompt_tokens: float) -> float:

@@ -66,9 +66,10 @@ class RankLoad:
         while len(self._unconfirmed) > max(num_left, 0):
             self.num_unconfirmed_tokens -= self._unconfirmed.popleft()
 
-    def num_sequences(self, num_api_servers: int) -> int:
-        """Sequences that wait or run there, if every API server has sent as many as this one since the report."""
-        return self.reported.num_running + self.reported.num_waiting + num_api_servers * self.num_unconfirmed
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that wait or run there."""
+        return self.reported.num_running + self.reported.num_waiting + self.num_unconfirmed
 
     def num_prompt_tokens(self, typical: TypicalRequest) -> float:
         """Prompt tokens that are still to be computed there."""

@@ -12,8 +12,7 @@ def test_a_report_confirms_the_requests_that_it_counts() -> None:
     assert (load.num_unconfirmed, load.num_unconfirmed_tokens) == (4, 47)
     load.report(EngineLoad(3, 0, num_received=3))
     assert (load.num_unconfirmed, load.num_unconfirmed_tokens) == (2, 7)
-    assert load.num_sequences(num_api_servers=1) == 5
-    assert load.num_sequences(num_api_servers=4) == 11
+    assert load.num_sequences == 5
 
 
 def test_a_report_without_a_count_confirms_everything() -> None:
@@ -28,7 +27,7 @@ def test_another_engine_begins_at_zero() -> None:
     load.sent(100, num_sequences=2)
     load.report(EngineLoad(5, 1, num_received=1))
     load.forget()
-    assert load.num_sequences(num_api_servers=4) == 0
+    assert load.num_sequences == 0
     assert load.num_in_flight == 2, "they have still to end"
     load.sent(10, num_sequences=1)
     load.report(EngineLoad(0, 0, num_received=0))
