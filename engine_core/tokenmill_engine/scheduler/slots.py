@@ -132,7 +132,8 @@ class SlotTable:
             known = request.num_prompt_tokens + self.num_outputs[slot]
             assert self.num_committed[slot] < known <= self.num_tokens[slot]
         assert all(self.requests[slot] is None for slot in self._free)
-        assert not (self.num_tokens[self._free].any() or self.num_computed[self._free].any())
+        assert not self.num_tokens[self._free].any()
+        assert not self.num_computed[self._free].any()
 
     def _column(self) -> IntArray:
         return np.zeros(self.num_slots, dtype=np.int32)
