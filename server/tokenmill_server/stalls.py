@@ -2,7 +2,8 @@
 
 An engine core that computes answers pings and counts its turns; a turn is at most one step. One that counts no turn for
 longer than a bound, though somebody waits for it, is stalled: its device or something in its loop hangs, or its steps
-are longer than the bound. It may recover. After twice the bound it is hopeless.
+are longer than the bound. So is one that says nothing at all for so long. It may recover. After twice the bound it is
+hopeless.
 """
 
 import time

@@ -66,10 +66,13 @@ class EngineSupervisor:
         watcher: Watcher,
         began: float,
         bind: Callable[[int, int], Endpoints] | None = None,
+        removes_run_dir: bool = False,
     ) -> None:
         """`began`: the monotonic clock when the user's command, or call, began. `bind`: where an engine core of this
-        rank and incarnation binds its sockets; in `run_dir` if nothing is said."""
+        rank and incarnation binds its sockets; in `run_dir` if nothing is said. `removes_run_dir`: engine cores
+        remove it if this process is killed, because nobody else would."""
         self._run_dir = run_dir
+        self._removes_run_dir = removes_run_dir
         self._watcher = watcher
         self._began = began
         self._bind = bind or (lambda rank, incarnation: local_endpoints(run_dir, rank, incarnation))
@@ -115,6 +118,7 @@ class EngineSupervisor:
             case Said(message=EngineReady() as ready):
                 rank.ready_since = time.monotonic()
                 self._liveness.expect_answers(event.key)
+                self._stalls.heard(rank.number, Pulse(), self._liveness.now)
                 return ready
             case Said(message=Pulse() as pulse):
                 self._liveness.answered(event.key)
@@ -191,7 +195,9 @@ class EngineSupervisor:
 
     def _configure(self, rank: _Rank, config: EngineConfig, began: float) -> None:
         bind = self._bind(rank.number, rank.incarnation)
-        start = EngineStart(rank.number, rank.incarnation, self._run_dir, bind, config, began)
+        start = EngineStart(
+            rank.number, rank.incarnation, self._run_dir, bind, config, began, removes_run_dir=self._removes_run_dir
+        )
         try:
             if rank.child is not None:
                 rank.child.channel.send(start)

@@ -33,6 +33,13 @@ def test_who_has_nothing_to_do_never_stalls() -> None:
     assert stalls.newly_stalled(110.0) == [(0, stalls._progress[0].at_unix)]
 
 
+def test_who_falls_silent_stalls_also_without_work() -> None:
+    stalls = StallDetector(10.0)
+    stalls.heard(0, Pulse(), 0.0)
+    assert [engine for engine, _ in stalls.newly_stalled(10.5)] == [0]
+    assert stalls.heard(0, IDLE, 11.0)
+
+
 def test_one_more_turn_is_enough() -> None:
     stalls = StallDetector(10.0)
     stalls.heard(0, BUSY, 0.0)

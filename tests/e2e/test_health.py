@@ -1,0 +1,86 @@
+"""Engine cores that live but get nothing done: their main thread is held, as by a device that never answers."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import TINY_FLAGS
+from tests.support.held_thread import held_main_thread
+from tests.support.server import Server, start_server, wait_for
+from tests.support.streams import BackgroundStream
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = {"prompt": "Once", "max_tokens": 50000, "ignore_eos": True}
+STALL_S = 6
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    flags = ("-dp", "2", "--max-engine-restarts", "1", "--engine-stall-timeout", str(STALL_S))
+    with start_server(str(tiny_model), *TINY_FLAGS, *flags) as server:
+        yield server
+
+
+def stream(server: Server, rank: int) -> BackgroundStream:
+    one = BackgroundStream(server.url, "/v1/completions", headers={"X-Data-Parallel-Rank": str(rank)}, **ENDLESS)
+    one.wait_for_events(3)
+    return one
+
+
+def health(server: Server) -> tuple[int, str, list[tuple[int, str]]]:
+    response = server.http.get("/health")
+    body: dict[str, Any] = response.json()
+    return response.status_code, body["status"], [(e["engine"], e["status"]) for e in body.get("engines", [])]
+
+
+def test_a_stalled_engine_core_is_out_of_rotation_until_it_gets_on(server: Server) -> None:
+    kept = stream(server, 0)
+    with held_main_thread(server.engine_pids()[0]):
+        wait_for(lambda: health(server) == (200, "ok", [(0, "stalled")]), 3 * STALL_S, "stalled engine core")
+        assert server.metric("engine_stalled", engine="0") == 1
+        assert server.metric("engine_up", engine="0") == 1
+        for _ in range(4):
+            assert server.text("a", max_tokens=2)
+    wait_for(lambda: health(server) == (200, "ok", []), 3 * STALL_S, "recovery")
+    assert server.metric("engine_stalled") == 0
+    kept.wait_for_events(len(kept.stream.events) + 20)
+    kept.leave()
+    assert kept.stream.error is None
+    assert "was killed" not in server.log
+
+
+def test_an_idle_engine_core_that_is_held_is_nobodys_loss(server: Server) -> None:
+    """Nobody waits for it, so nobody is told anything."""
+    wait_for(lambda: server.metric("num_requests_running") == 0, 20, "idle server")
+    with held_main_thread(server.engine_pids()[1]):
+        time.sleep(STALL_S + 2)
+        assert health(server) == (200, "ok", [])
+
+
+def test_a_stalled_engine_core_is_killed_in_the_end_and_its_requests_are_answered(server: Server) -> None:
+    lost = stream(server, 1)
+    held_at = time.monotonic()
+    with held_main_thread(server.engine_pids()[1]):
+        answer = lost.result(4 * STALL_S)
+        assert 2 * STALL_S - 2 <= lost.ended_at - held_at < 4 * STALL_S
+    assert answer.error is not None
+    assert answer.error["message"] == f"engine core 1 had work but finished no step for {2 * STALL_S} s and was killed"
+    wait_for(lambda: health(server) == (200, "ok", []), 120, "restarted engine core")
+    assert server.metric("engine_restarts_total", engine="1") == 1
+
+
+def test_a_server_whose_engine_cores_are_all_stalled_says_no(server: Server) -> None:
+    streams = [stream(server, rank) for rank in (0, 1)]
+    first, second = server.engine_pids()
+    with held_main_thread(first), held_main_thread(second):
+        wait_for(lambda: health(server) == (503, "stalled", [(0, "stalled"), (1, "stalled")]), 3 * STALL_S, "503")
+        assert server.http.get("/ping").status_code == 503
+    wait_for(lambda: health(server) == (200, "ok", []), 3 * STALL_S, "recovery")
+    for one in streams:
+        one.leave()
+        assert one.stream.error is None, json.dumps(one.stream.error)

@@ -1,0 +1,41 @@
+"""Holds one thread of another process, as a debugger does: the others go on."""
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+
+_PTRACE_ATTACH = 16
+_PTRACE_DETACH = 17
+_WALL = 0x40000000
+"""Wait for threads of whatever kind."""
+
+
+@contextlib.contextmanager
+def held_main_thread(pid: int) -> Iterator[None]:
+    """While the context is entered, the main thread of `pid`, a process that descends from this one, does not run. It may
+    be killed meanwhile."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    libc.ptrace.restype = ctypes.c_long
+    if libc.ptrace(_PTRACE_ATTACH, pid, None, None) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot trace process {pid}")
+    os.waitpid(pid, _WALL)
+    left = threading.Event()
+    reaper = threading.Thread(target=_reap, args=(pid, left))
+    reaper.start()
+    try:
+        yield
+    finally:
+        left.set()
+        reaper.join()
+        libc.ptrace(_PTRACE_DETACH, pid, None, None)
+
+
+def _reap(pid: int, left: threading.Event) -> None:
+    """The parent of a traced process hears of its death only after the tracer has."""
+    while not left.wait(0.05):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG | _WALL) != (0, 0):
+                return
