@@ -111,9 +111,12 @@ def main() -> NoReturn:
     if not isinstance(start, EngineStart):
         raise TypeError(f"the first message must be EngineStart, not {type(start).__name__}")
     configured = time.monotonic()
-    signal.signal(signal.SIGTERM, _exit_on_signal)
     name = f"engine core {start.config.rank_of(start.engine)}"
-    become_child(name, args.parent_pid)
+    if start.removes_run_dir:
+        become_child(name, args.parent_pid, signal.SIGTERM, args.run_dir)
+    else:
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+        become_child(name, args.parent_pid)
     configure_logging(start.config.observability.log_level, name)
     heartbeat = Heartbeat(channel)
     watch_parent(channel, heartbeat.answer, start.run_dir)
@@ -129,7 +132,8 @@ def main() -> NoReturn:
             _fail_start(channel, f"{name} cannot start: {describe_os_error(error)}")
         logger.exception("%s cannot start", name)
         _fail_start(channel, f"{name} cannot start: {type(error).__name__}: {error}")
-    signal.signal(signal.SIGTERM, lambda _number, _frame: process.inbox.stop())
+    if not start.removes_run_dir:
+        signal.signal(signal.SIGTERM, lambda _number, _frame: process.inbox.stop())
     # What exists now lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()

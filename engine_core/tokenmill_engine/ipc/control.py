@@ -21,6 +21,8 @@ class EngineStart(msgspec.Struct, tag=True, frozen=True):
     config: EngineConfig
     began: float
     """Of the monotonic clock, in seconds: when the user's command, or call, began."""
+    removes_run_dir: bool = False
+    """Whether nobody else is there who would remove `run_dir` when the launcher is killed: no API server."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

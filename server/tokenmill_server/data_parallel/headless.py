@@ -61,7 +61,11 @@ def serve_headless(values: FlagValues, parallel: DataParallelConfig) -> int:
     ):
         head: Head | None = None
         engines = EngineSupervisor(
-            str(run_dir.path), watcher, process_began(), bind=lambda rank, incarnation: _joined(head).bind()
+            str(run_dir.path),
+            watcher,
+            process_began(),
+            bind=lambda rank, incarnation: _joined(head).bind(),
+            removes_run_dir=True,
         )
         stack.callback(engines.stop)
         spawn_first = parallel.size_local <= len(os.sched_getaffinity(0))
