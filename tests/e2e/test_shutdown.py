@@ -57,6 +57,7 @@ def test_shutdown_timeout_cuts_off(tiny_model: Path) -> None:
             BackgroundStream(server.url, "/v1/completions", **ENDLESS, stream=stream) for stream in (True, False)
         ]
         streams[0].wait_for_events()
+        wait_for(lambda: server.metric("num_requests_running") == 2, 20, "two running requests")
         started = time.monotonic()
         assert server.stop() == 0
         assert 1 <= time.monotonic() - started < 5
