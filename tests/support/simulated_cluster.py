@@ -78,7 +78,7 @@ class Setting:
     num_blocks: int = 30_000
     """Of each rank."""
     scheduler: SchedulerConfig = field(
-        default_factory=lambda: SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
+        default_factory=lambda: SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
     )
     costs: Costs = H100_8B_FLAT
     speeds: tuple[float, ...] = ()
@@ -157,6 +157,8 @@ class Cluster:
         self.now = 0.0
         self.ranks = [SimulatedRank(rank, setting, lambda: self.now) for rank in range(setting.num_ranks)]
         self.balancers = [balancer(setting) for _ in range(setting.num_api_servers)]
+        for each, engine in itertools.product(self.balancers, range(setting.num_ranks)):
+            each.joined(engine, kv_cache_tokens=setting.num_blocks * BLOCK_SIZE)
         self.served: dict[int, Served] = {}
         self.needless_wait_s = 0.0
         """Sum over requests of the time that they waited while another rank would have admitted them."""

@@ -4,18 +4,18 @@ Every API server has a balancer of its own. What they know of each other comes f
 step and the blocks that their prefix caches gain and lose. A rank costs a request, in prompt tokens:
 
 * what it has to compute of the prompt: the tokens that are not cached there, nor expected to be soon;
-* as much again for the parts that have their home elsewhere. A part that no rank has, and a part that this rank lacks
-  and another has, each have one rank as home, by hashing: so all API servers send new prefixes, and second copies of
-  popular ones, to the same ranks;
-* its backlog, the work that waits and runs there, beyond a tolerance: that of the mean rank, up to 30 % more and two
-  prompts;
-* for prompts of a block and more, the work that was sent there lately, beyond that of the mean rank, up to 10 % more,
-  one prompt and half a mean backlog. This keeps shares even while little waits, and costs at most one prompt.
+* as much again for the parts that have their home elsewhere. The part that no rank has, if it is most of the prompt,
+  and the part that this rank lacks and another has, each have one rank as home, by hashing: so all API servers send
+  new prefixes, and second copies of popular ones, to the same ranks;
+* its backlog, the work that waits and runs there, beyond a limit: what is usual among the ranks, 10 to 30 % more, and
+  two prompts;
+* for prompts of a block and more, the work that was sent there lately, beyond a limit: what is usual, 3 to 10 % more,
+  one prompt and half a usual backlog. This keeps shares even while little waits, and costs at most one prompt.
 
 How many percent are tolerated is the prefix's own, by hashing too: so all API servers let the same prefixes go first.
-
 The cheapest rank wins, of equal ones the least loaded, then they take turns. Ranks that are full come last: where all
-`max_num_seqs` are taken or the prompt does not fit into the free KV blocks, it would wait.
+`max_num_seqs` are taken, if every API server sends as many requests as this one, or where the prompt does not fit into
+the free KV blocks, it would wait.
 """
 
 import sys
@@ -33,7 +33,11 @@ _SEQUENCE_TOKENS, _CONTEXT_SHARE = 32, 1 / 8
 """Decoding one sequence to its end counts as so many prompt tokens, and this share of its prompt's length: every
 token reads all of the context."""
 _BACKLOG_TOLERANCE, _RECENT_TOLERANCE = 0.3, 0.1
-"""What the backlog of a rank, and the work sent there lately, may have above the mean: at most, for some prefixes."""
+"""What the backlog of a rank, and the work sent there lately, may have beyond the usual at most. Each prefix tolerates
+a share of it, from a third on."""
+_PULL = 0.25
+"""What is usual among ranks lies so far from their mean towards the least loaded one: else a rank could stay without
+work while each of many others has a little of its share."""
 _RECENT_REQUESTS = 256
 """Prompts per rank that count as sent lately."""
 
@@ -173,13 +177,13 @@ class LoadBalancer:
         block_size = self._block_size or 0
         num_cached = {engine: self._ranks[engine].blocks.count_leading(prompt.names) for engine in engines}
         strays = self._stray_tokens(prompt, num_cached)
-        engines = self._with_room(prompt, num_cached)
+        engines = [each for each in engines if self._has_room(self._ranks[each], prompt, num_cached[each])] or engines
         shallowest = min(num_cached.values())
-        loyalty = share_of(prompt.names[shallowest]) if shallowest < len(prompt.names) else 0.0
+        loyalty = (1 + 2 * share_of(prompt.names[shallowest])) / 3 if shallowest < len(prompt.names) else 0.0
         backlogs = {engine: self._backlog(self._ranks[engine]) for engine in engines}
         recents = {engine: self._ranks[engine].recent_tokens for engine in engines}
-        backlog_limit = _mean(backlogs) * (1.0 + _BACKLOG_TOLERANCE * loyalty) + 2 * prompt.num_tokens
-        recent_limit = _mean(recents) * (1.0 + _RECENT_TOLERANCE * loyalty) + prompt.num_tokens + _mean(backlogs) / 2
+        backlog_limit = _usual(backlogs) * (1.0 + _BACKLOG_TOLERANCE * loyalty) + 2 * prompt.num_tokens
+        recent_limit = _usual(recents) * (1.0 + _RECENT_TOLERANCE * loyalty) + prompt.num_tokens + _usual(backlogs) / 2
 
         def cost(engine: int) -> tuple[float, float]:
             num_missing = prompt.num_tokens - num_cached[engine] * block_size
@@ -194,7 +198,7 @@ class LoadBalancer:
         names, block_size = prompt.names, self._block_size or 0
         shallowest, deepest = min(num_cached.values()), max(num_cached.values())
         strays = dict.fromkeys(num_cached, 0)
-        if deepest < len(names):
+        if 2 * deepest < len(names):
             home = home_rank(names[deepest], num_cached)
             for engine in num_cached:
                 strays[engine] += (len(names) - deepest) * block_size * (engine != home)
@@ -204,22 +208,10 @@ class LoadBalancer:
                 strays[engine] += (deepest - count) * block_size * (engine != home)
         return strays
 
-    def _with_room(self, prompt: PromptBlocks, num_cached: dict[int, int]) -> list[int]:
-        """Engines that would admit the prompt's sequences at once, though every API server sends as many as this one;
-        if there are none, those that would if nobody else sends any; else all."""
-        for num_senders in (self._num_api_servers, 1):
-            roomy = [
-                engine
-                for engine, count in num_cached.items()
-                if self._has_room(self._ranks[engine], prompt, count, num_senders)
-            ]
-            if roomy:
-                return roomy
-        return list(num_cached)
-
-    def _has_room(self, rank: _Rank, prompt: PromptBlocks, num_cached: int, num_senders: int) -> bool:
+    def _has_room(self, rank: _Rank, prompt: PromptBlocks, num_cached: int) -> bool:
+        """Whether the prompt's sequences would be admitted at once."""
         reported, num_new = rank.load.reported, rank.load.num_unconfirmed + prompt.num_sequences
-        if reported.num_running + reported.num_waiting + num_senders * num_new > self._max_num_seqs:
+        if reported.num_running + reported.num_waiting + self._num_api_servers * num_new > self._max_num_seqs:
             return False
         if rank.kv_tokens is None:
             return True
@@ -241,8 +233,9 @@ def _decode_tokens(num_prompt_tokens: float) -> float:
     return _SEQUENCE_TOKENS + _CONTEXT_SHARE * num_prompt_tokens
 
 
-def _mean(values: dict[int, float]) -> float:
-    return sum(values.values()) / len(values)
+def _usual(loads: dict[int, float]) -> float:
+    """Near the mean of the ranks' loads."""
+    return (1.0 - _PULL) * sum(loads.values()) / len(loads) + _PULL * min(loads.values())
 
 
 def make_balancer(config: EngineConfig, num_api_servers: int = 1) -> LoadBalancer:
