@@ -23,7 +23,7 @@ PARALLEL = (
         Group.PARALLEL,
         integer(1, _MAX_RANKS),
         1,
-        "Engine cores, each with a copy of the model; requests go to the least loaded one",
+        "Engine cores, each with a copy of the model; requests go where their prefix is cached, as far as load allows",
         "engine.data_parallel_size",
         metavar="N",
         short=("-dp",),
