@@ -194,6 +194,8 @@ class ApiServer:
         while True:
             match await self._events.get():
                 case EnginesReady() as ready:
+                    for lost in ready.lost:
+                        self._on_engine_lost(lost)
                     self._begin(self._on_ready(ready))
                 case EngineLost() as lost:
                     self._on_engine_lost(lost)
@@ -226,12 +228,11 @@ class ApiServer:
             exit_orphaned(self._start.run_dir)
 
     async def _on_ready(self, ready: EnginesReady) -> bool:
-        for lost in ready.lost:
-            self._on_engine_lost(lost)
         for engine in ready.engines:
             await self._connect(engine)
         for stalled in ready.stalled:
             self._on_stall(stalled)
+        self._context.readiness.open()
         if self._context.readiness.phase is not Phase.DEAD:
             _tell(self._channel, Serving(), self._start.run_dir)
         return False

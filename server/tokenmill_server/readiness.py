@@ -51,6 +51,7 @@ class Readiness:
         self.phase = Phase.STARTING
         self.reason = _REASONS[Phase.STARTING]
         self._num_engines = num_engines
+        self._is_open = False
         self._joined: set[int] = set()
         self._lost: dict[int, EngineLost] = {}
         """Those that serve again are not there any more."""
@@ -63,11 +64,17 @@ class Readiness:
         self.phase = phase
         self.reason = reason or _REASONS[phase]
 
+    def open(self) -> None:
+        """Every engine core has started, or was lost: from now on requests are taken whenever one is there."""
+        self._is_open = True
+        if self._joined and self.phase is Phase.STARTING:
+            self.move(Phase.READY)
+
     def engine_joined(self, engine: int) -> None:
         """This API server can send requests to `engine`."""
         self._joined.add(engine)
         self._lost.pop(engine, None)
-        if self.phase is Phase.STARTING:
+        if self._is_open and self.phase is Phase.STARTING:
             self.move(Phase.READY)
 
     def engine_lost(self, lost: EngineLost) -> None:

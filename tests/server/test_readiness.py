@@ -38,8 +38,10 @@ def test_nothing_follows_death(phase: Phase) -> None:
 def test_the_phase_follows_the_engine_cores() -> None:
     readiness = Readiness(2)
     readiness.engine_joined(0)
-    assert readiness.phase is Phase.READY
+    assert readiness.phase is Phase.STARTING
     readiness.engine_joined(1)
+    readiness.open()
+    assert readiness.phase is Phase.READY
     readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone"))
     assert readiness.phase is Phase.READY
     readiness.engine_lost(EngineLost(1, 0, "engine core 1 is gone", restarts=True))
@@ -57,6 +59,7 @@ def test_the_phase_follows_the_engine_cores() -> None:
 def test_a_drain_goes_on_without_engine_cores() -> None:
     readiness = Readiness(1)
     readiness.engine_joined(0)
+    readiness.open()
     readiness.move(Phase.DRAINING)
     readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone", restarts=True))
     assert readiness.phase is Phase.DRAINING
@@ -66,6 +69,8 @@ def test_a_drain_goes_on_without_engine_cores() -> None:
 
 def test_stalls_end_with_a_recovery_or_with_the_engine_core() -> None:
     readiness = Readiness(2)
+    readiness.open()
+    assert readiness.phase is Phase.STARTING
     for engine in range(2):
         readiness.engine_joined(engine)
         assert not readiness.is_stalled
