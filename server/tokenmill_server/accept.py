@@ -125,12 +125,16 @@ class Acceptor:
         self._num_back_offs = 0
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: set[asyncio.Task[None]] = set()
+        self._is_open = False
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
         listener.setblocking(False)
 
     def open(self) -> None:
-        self._watch()
+        """Starts accepting, if it has not."""
+        if not self._is_open:
+            self._is_open = True
+            self._watch()
 
     def close(self) -> None:
         """Stops accepting. The listener stays open: others share it."""

@@ -178,12 +178,14 @@ class ApiServer:
         loop.add_signal_handler(signal.SIGTERM, exit_terminated, self._channel, self._start.run_dir)
         with socket.socket(fileno=self._start.listen_fd) as listener:
             server = HttpServer(create_app(self._context), listener, self._counts)
-            server.open()
             self._context.generator.after_outputs(server.flush)
             self._context.generator.on_connection_broken(lambda engine: self._begin(self._reconnect(engine)))
             loop.add_reader(self._channel.fileno(), self._receive)
-            _tell(self._channel, Listening(), self._start.run_dir)
             self._receive()
+            if self._events.empty():  # engine cores are loading: who asks is told so
+                server.open()
+            # Else this process replaces another, and takes its first connection when it can serve.
+            _tell(self._channel, Listening(), self._start.run_dir)
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
@@ -196,7 +198,7 @@ class ApiServer:
                 case EnginesReady() as ready:
                     for lost in ready.lost:
                         self._on_engine_lost(lost)
-                    self._begin(self._on_ready(ready))
+                    self._begin(self._on_ready(server, ready))
                 case EngineLost() as lost:
                     self._on_engine_lost(lost)
                 case EngineStalled() | EngineRecovered() as change:
@@ -227,12 +229,14 @@ class ApiServer:
         except ChannelClosedError:
             exit_orphaned(self._start.run_dir)
 
-    async def _on_ready(self, ready: EnginesReady) -> bool:
+    async def _on_ready(self, server: HttpServer, ready: EnginesReady) -> bool:
         for engine in ready.engines:
             await self._connect(engine)
         for stalled in ready.stalled:
             self._on_stall(stalled)
         self._context.readiness.open()
+        if not self._drains:
+            server.open()
         if self._context.readiness.phase is not Phase.DEAD:
             _tell(self._channel, Serving(), self._start.run_dir)
         return False

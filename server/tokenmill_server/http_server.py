@@ -44,7 +44,7 @@ class HttpServer:
         self._set_date()
 
     def open(self) -> None:
-        """Starts accepting."""
+        """Starts accepting, if it has not."""
         self._acceptor.open()
 
     def flush(self) -> None:
