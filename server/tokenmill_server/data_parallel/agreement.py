@@ -24,13 +24,13 @@ def facts_of(config: EngineConfig, parallel: DataParallelConfig) -> Facts:
         else f"{model.max_model_len} (not given)",
         "--block-size": config.cache.block_size,
         "--enable-prefix-caching": config.cache.enable_prefix_caching,
+        "--max-num-seqs": scheduler.max_num_seqs,  # API servers ask who has room
         "--served-model-name": observability.model_name,
         "--metrics-namespace": ",".join(observability.metrics_namespaces),
     }
     engine_flags = {
         "--device": config.device.kind,
         "--enforce-eager": config.device.enforce_eager,
-        "--max-num-seqs": scheduler.max_num_seqs,
         "--max-num-batched-tokens": f"{scheduler.max_num_batched_tokens}"
         + ("" if scheduler.explicit_budget else " (not given)"),
         "--target-itl-ms": scheduler.target_itl_ms,
