@@ -14,7 +14,7 @@ _WALL = 0x40000000
 
 @contextlib.contextmanager
 def held_main_thread(pid: int) -> Iterator[None]:
-    """While the context is entered, the main thread of `pid`, a process that descends from this one, does not run. It may
+    """While the context is entered, the main thread of `pid`, a descendant of this process, does not run. It may
     be killed meanwhile."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
