@@ -14,8 +14,8 @@ step and the blocks that their prefix caches gain and lose. A rank costs a reque
 
 How many percent are tolerated is the prefix's own, by hashing too: so all API servers let the same prefixes go first.
 The cheapest rank wins, of equal ones the least loaded, then they take turns. Ranks that are full come last: where all
-`max_num_seqs` are taken, if every API server sends as many requests as this one, or where the prompt does not fit into
-the free KV blocks, it would wait.
+`max_num_seqs` are taken, or the prompt does not fit into the free KV blocks, it would wait. Whatever the engines have
+not counted yet, every API server is taken to have sent as much of it as this one.
 """
 
 import sys
@@ -210,12 +210,13 @@ class LoadBalancer:
 
     def _has_room(self, rank: _Rank, prompt: PromptBlocks, num_cached: int) -> bool:
         """Whether the prompt's sequences would be admitted at once."""
-        reported, num_new = rank.load.reported, rank.load.num_unconfirmed + prompt.num_sequences
-        if reported.num_running + reported.num_waiting + self._num_api_servers * num_new > self._max_num_seqs:
+        load, num_senders = rank.load, self._num_api_servers
+        if load.num_sequences(num_senders) + num_senders * prompt.num_sequences > self._max_num_seqs:
             return False
         if rank.kv_tokens is None:
             return True
-        num_free = rank.kv_tokens * (1.0 - reported.kv_usage) - rank.load.num_prompt_tokens(self._typical)
+        num_held = rank.kv_tokens * load.reported.kv_usage
+        num_free = rank.kv_tokens - num_held - load.num_prompt_tokens(num_senders, self._typical)
         return prompt.num_tokens - num_cached * (self._block_size or 0) <= num_free
 
     def _num_missing(self, rank: _Rank, prompt: PromptBlocks) -> int:
@@ -223,9 +224,11 @@ class LoadBalancer:
         return prompt.num_tokens - rank.blocks.count_leading(prompt.names) * (self._block_size or 0)
 
     def _backlog(self, rank: _Rank) -> float:
-        """Work that waits and runs there."""
-        load, typical = rank.load, self._typical
-        return load.num_prompt_tokens(typical) + load.num_sequences * _decode_tokens(typical.prompt_tokens)
+        """Work that waits and runs there. That all API servers have sent as much as this one since the report keeps
+        them from rushing together to the rank that reported least."""
+        num_sequences = rank.load.num_sequences(self._num_api_servers)
+        decode_tokens = num_sequences * _decode_tokens(self._typical.prompt_tokens)
+        return rank.load.num_prompt_tokens(self._num_api_servers, self._typical) + decode_tokens
 
 
 def _decode_tokens(num_prompt_tokens: float) -> float:

@@ -66,11 +66,11 @@ class RankLoad:
         while len(self._unconfirmed) > max(num_left, 0):
             self.num_unconfirmed_tokens -= self._unconfirmed.popleft()
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that wait or run there."""
-        return self.reported.num_running + self.reported.num_waiting + self.num_unconfirmed
+    def num_sequences(self, num_senders: int) -> int:
+        """Sequences that wait or run there, if each of `num_senders` API servers has sent as many as this one since
+        the report."""
+        return self.reported.num_running + self.reported.num_waiting + num_senders * self.num_unconfirmed
 
-    def num_prompt_tokens(self, typical: TypicalRequest) -> float:
-        """Prompt tokens that are still to be computed there."""
-        return self.num_unconfirmed_tokens + self.reported.num_waiting_tokens * typical.missing_share
+    def num_prompt_tokens(self, num_senders: int, typical: TypicalRequest) -> float:
+        """Prompt tokens that are still to be computed there, on the same condition."""
+        return num_senders * self.num_unconfirmed_tokens + self.reported.num_waiting_tokens * typical.missing_share

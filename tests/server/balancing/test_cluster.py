@@ -85,6 +85,12 @@ def test_a_prefix_that_everybody_sends_at_once_does_not_make_its_rank_full() -> 
     assert max(served.admitted_s for served in cluster.served.values()) < first_end
 
 
+def test_api_servers_do_not_rush_together_to_the_rank_that_reported_least() -> None:
+    """A long burst without prefixes, so that all of them see the same loads again and again."""
+    cluster = Cluster(SETTING, prefix_blind_balancer).run(Loads(0, 8).at_once(Loads(0, 8).own_prompts(512)))
+    assert cluster.busiest_by_requests <= 1.05
+
+
 def test_a_slow_rank_gets_less() -> None:
     slow = replace(SMALL, speeds=(1.0, 1.0, 1.0, 0.3))
     cluster = run(lambda loads: loads.closed_loop(loads.own_prompts(400, 400), 40), slow, output_len=16)

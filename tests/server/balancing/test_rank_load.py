@@ -12,7 +12,9 @@ def test_a_report_confirms_the_requests_that_it_counts() -> None:
     assert (load.num_unconfirmed, load.num_unconfirmed_tokens) == (4, 47)
     load.report(EngineLoad(3, 0, num_received=3))
     assert (load.num_unconfirmed, load.num_unconfirmed_tokens) == (2, 7)
-    assert load.num_sequences == 5
+    assert load.num_sequences(num_senders=1) == 5
+    assert load.num_sequences(num_senders=4) == 11
+    assert load.num_prompt_tokens(4, TypicalRequest()) == 28
 
 
 def test_a_report_without_a_count_confirms_everything() -> None:
@@ -27,7 +29,7 @@ def test_another_engine_begins_at_zero() -> None:
     load.sent(100, num_sequences=2)
     load.report(EngineLoad(5, 1, num_received=1))
     load.forget()
-    assert load.num_sequences == 0
+    assert load.num_sequences(num_senders=4) == 0
     assert load.num_in_flight == 2, "they have still to end"
     load.sent(10, num_sequences=1)
     load.report(EngineLoad(0, 0, num_received=0))
@@ -37,8 +39,8 @@ def test_another_engine_begins_at_zero() -> None:
 def test_waiting_prompts_are_taken_to_be_cached_as_much_as_those_sent_before() -> None:
     load, typical = RankLoad(), TypicalRequest()
     load.report(EngineLoad(0, 10, num_waiting_tokens=1000))
-    assert load.num_prompt_tokens(typical) == 1000
+    assert load.num_prompt_tokens(4, typical) == 1000
     for _ in range(1000):
         typical.observe(num_tokens=100, num_missing=25)
-    assert abs(load.num_prompt_tokens(typical) - 250) < 1
+    assert abs(load.num_prompt_tokens(4, typical) - 250) < 1
     assert abs(typical.prompt_tokens - 100) < 1
