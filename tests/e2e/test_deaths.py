@@ -1,12 +1,9 @@
-"""Any process killed at any time: everybody gets an answer, nothing stays behind."""
+"""Deaths whose every detail matters; `test_faults` has all the others."""
 
-import contextlib
 import json
 import os
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,22 +11,13 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
-from tests.support.server import Server, start_server, wait_for
+from tests.support.faults import traced_server
+from tests.support.server import Server, wait_for
 from tests.support.streams import BackgroundStream
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = {"prompt": "Once", "max_tokens": 50000, "ignore_eos": True}
-
-
-@contextlib.contextmanager
-def traced_server(*arguments: str, wait: bool = True, port: int = 0) -> Iterator[tuple[Server, Path]]:
-    """A server and the folder for its temporary files."""
-    with (
-        tempfile.TemporaryDirectory(prefix="tm-") as folder,
-        start_server(*arguments, env={"TMPDIR": folder}, wait=wait, port=port) as server,
-    ):
-        yield server, Path(folder)
 
 
 def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> None:
@@ -84,54 +72,15 @@ def try_to_complete(server: Server) -> httpx.Response | None:
         return None
 
 
-@pytest.mark.parametrize("moment", ["spawned", "loading", "idle", "busy"])
-def test_killed_launcher(tiny_model: Path, moment: str) -> None:
-    """Within 10 s no process and no file is left, and a restart on the same port serves."""
-    arguments = (str(tiny_model), *TINY_FLAGS, "-asc", "4")
-    with traced_server(*arguments, wait=moment in ("idle", "busy")) as (server, folder):
-        if moment == "spawned":
-            wait_for(server.descendants, 30, "the engine core's process")
-        if moment == "loading":
-            wait_for(lambda: len(server.descendants()) == 5, 30, "five child processes")
-        if moment == "busy":
-            streams = [BackgroundStream(server.url, "/v1/completions", **ENDLESS) for _ in range(8)]
-            for stream in streams:
-                stream.wait_for_events(3)
+def test_launcher_killed_before_the_configuration_is_known(tiny_model: Path) -> None:
+    """Within 10 s no process and no file is left."""
+    with traced_server(str(tiny_model), *TINY_FLAGS, "-asc", "4", wait=False) as (server, folder):
+        wait_for(server.descendants, 30, "the engine core's process")
         processes = server.descendants()
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
         wait_for_end(processes, 10)
         wait_for(lambda: list(folder.iterdir()) == [], 1, "an empty folder for temporary files")
-        if moment == "idle":
-            port = httpx.URL(server.url).port
-            assert port is not None
-            with start_server(*arguments, port=port) as restarted:
-                assert restarted.text("a")
-
-
-@pytest.mark.parametrize("moment", ["loading", "idle", "busy"])
-def test_killed_api_server(tiny_model: Path, moment: str) -> None:
-    """Its own requests break off, the others go on; another takes its place and its engine work ends."""
-    with traced_server(str(tiny_model), *TINY_FLAGS, "-asc", "4", wait=moment != "loading") as (server, _):
-        if moment == "loading":
-            wait_for(lambda: len(server.api_server_pids()) == 4, 30, "four API servers")
-        streams = []
-        if moment == "busy":
-            streams = [BackgroundStream(server.url, "/v1/completions", **ENDLESS) for _ in range(8)]
-            for stream in streams:
-                stream.wait_for_events(3)
-        victim = server.api_server_pids()[1]
-        server.kill(victim)
-        wait_for(lambda: "starting another" in server.log, 5, "a replacement")
-        server.wait_until_ready()
-        if moment == "busy":
-            wait_for(lambda: sum(stream.stream.broken for stream in streams) == 2, 5, "two broken streams")
-            wait_for(lambda: server.metric("num_requests_running") == 6, 5, "six running requests")
-        wait_for(lambda: len(server.api_server_pids()) == 4, 30, "four API servers")
-        assert victim not in server.api_server_pids()
-        for _ in range(8):
-            assert server.text("a")
-        assert server.stop(signal.SIGTERM, 45) == 0 if moment != "busy" else True
 
 
 def test_stopped_processes_do_not_hold_up_the_end(tiny_model: Path) -> None:
