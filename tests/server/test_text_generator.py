@@ -66,7 +66,7 @@ class Recorder:
 
 
 async def wait_until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.005)
 
