@@ -8,8 +8,8 @@ first, for a shorter moment.
 
 A server that starts beside busy ones, because it replaces a dead one, has no connections. It must not get every new
 one until it has as many as the others: clients that come back all at once would meet in one process. It counts itself
-as busy as the others and gives that up by half a connection with each one that it takes, so it gets twice as many as
-any other until it has caught up.
+as busy as the least busy one and gives that up by half a connection with each one that it takes, so it gets twice as
+many as any other until it has caught up.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class ConnectionCounts:
         self._others = [server for server in range(num_servers) if server != own]
         self._count = 0
         self._is_accepting = True
-        self._head_start = self._mean_of_others()
+        self._head_start = self._least_of_others()
         """What this server counts itself busier than it is."""
         self._missed: dict[int, tuple[tuple[float, float], float]] = {}
         """Pairs of servers that let a connection wait, and since when (`time.monotonic`) they stand."""
@@ -76,7 +76,7 @@ class ConnectionCounts:
     def num_back_offs(self) -> int:
         """How many moments to let other servers go first: 0 for the one whose turn it is."""
         if self._head_start:  # connections that others lose are not to be made up for
-            self._head_start = min(self._head_start, max(0.0, self._mean_of_others() + 1 - self._count))
+            self._head_start = min(self._head_start, max(0.0, self._least_of_others() + 1 - self._count))
             self._write()
         awaited = [server for server in self._others if self._is_awaited(server)]
         if any(self._counts[server] < self._counts[self._own] for server in awaited):
@@ -103,9 +103,9 @@ class ConnectionCounts:
     def _pair(self, server: int) -> tuple[float, float]:
         return self._counts[server], self._taken_at[server]
 
-    def _mean_of_others(self) -> float:
-        counts = [count for server in self._others if (count := self._counts[server]) != _NOT_ACCEPTING]
-        return sum(counts) / len(counts) if counts else 0.0
+    def _least_of_others(self) -> float:
+        counts = (count for server in self._others if (count := self._counts[server]) != _NOT_ACCEPTING)
+        return min(counts, default=0.0)
 
     def _write(self) -> None:
         self._counts[self._own] = self._count + self._head_start if self._is_accepting else _NOT_ACCEPTING

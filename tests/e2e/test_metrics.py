@@ -64,7 +64,10 @@ def test_counters_equal_what_clients_counted(server: Server) -> None:
         "whole": (12, lambda: server.complete(**fields)["usage"]["completion_tokens"]),
         "streamed": (8, lambda: read_stream(server.url, "/v1/completions", fields).finish_reasons()),
         "two choices": (4, lambda: server.complete(**fields, n=2)["usage"]["completion_tokens"]),
-        "stopped": (4, lambda: server.complete(**fields, stop=stop)["choices"][0]["finish_reason"]),
+        "stopped": (
+            4,
+            lambda: server.complete(**fields | {"max_tokens": 5000}, stop=stop)["choices"][0]["finish_reason"],
+        ),
         "left": (5, leave),
         "refused": (6, lambda: server.post("/v1/completions", prompt=PROMPT, temperature=-1).status_code),
         "unknown": (3, lambda: server.http.get("/v1/unknown").status_code),

@@ -81,6 +81,20 @@ async def test_a_restarted_server_is_neither_flooded_nor_starved(tmp_path: Path)
     assert all(abs(count - 50) <= 2 for count in taken_by_each(everyone, 200))
 
 
+async def test_a_restarted_server_gets_short_connections_too(tmp_path: Path) -> None:
+    """Also if the others do not all have as many."""
+    everyone = counts(tmp_path, 4)
+    taken_by_each(everyone, 402)
+    everyone[3] = ConnectionCounts(tmp_path / "counts", 4, own=3)
+    taken = [0] * 4
+    for _ in range(20):
+        index = [server.num_back_offs() for server in everyone].index(0)
+        everyone[index].opened()
+        everyone[index].closed()
+        taken[index] += 1
+    assert taken[3] >= 5
+
+
 async def test_a_restarted_server_gives_up_its_head_start_when_the_others_lose_connections(tmp_path: Path) -> None:
     everyone = counts(tmp_path, 4)
     taken_by_each(everyone, 400)
