@@ -112,9 +112,9 @@ class EngineCore:
                 self._reporter.begin_anew(client, incarnation)
             case Hello(client=client, incarnation=incarnation):
                 self._abort(self.scheduler.request_ids_of(client, incarnation), FinishReason.ABORT)
-                self._reporter.add_listener(client, incarnation)
-                # Not one that takes the place of another, long after the start.
-                if self._ready is not None and incarnation == 0:
+                is_new = self._reporter.add_listener(client, incarnation)
+                # Not one that connects again, or takes the place of another, long after the start.
+                if self._ready is not None and is_new and incarnation == 0:
                     self._recorder.record_serve(time.monotonic() - self._ready)
 
     def step(self) -> list[Output]:

@@ -44,11 +44,14 @@ class Reporter:
         self._events_due = 0.0
         """When block events may be sent again."""
 
-    def add_listener(self, client: int, incarnation: int) -> None:
-        """An API server wants to be told, from now on and from the beginning; its predecessor no more."""
+    def add_listener(self, client: int, incarnation: int) -> bool:
+        """An API server wants to be told, from now on and from the beginning; its predecessor no more. Returns whether
+        this incarnation of it has not listened before."""
+        known = self._listeners.get(client)
         self._listeners[client] = _Listener(incarnation)
         if self.num_received is not None:
             self.num_received[client] = 0
+        return known is None or known.incarnation != incarnation
 
     def begin_anew(self, client: int, incarnation: int) -> None:
         """Tell an API server that listens from the beginning again; nothing for others."""

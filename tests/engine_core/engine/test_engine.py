@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -28,6 +29,7 @@ from tokenmill_engine.messages import (
     SamplingParams,
     StepOutput,
 )
+from tokenmill_engine.metrics import EngineMetrics
 from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
 from tokenmill_engine.reports import Output
 
@@ -83,12 +85,13 @@ class Bench:
         max_num_seqs: int = 8,
         num_engines: int = 1,
         caching: bool = True,
+        began: float | None = None,
     ) -> None:
         self.executor = FakeExecutor(num_blocks, 4)
         capacity = KVCapacity(num_blocks, 4, min(200, num_blocks * 4), 0, group_layers([_SPEC]), "fake", {})
         scheduler = SchedulerConfig(max_num_seqs, 64, explicit_budget=True, async_scheduling=depth > 1)
         config = engine_config(200, scheduler, num_engines, caching)
-        self.core = EngineCore(config, self.executor, capacity, engine=3)
+        self.core = EngineCore(config, self.executor, capacity, engine=3, began=began)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, list[Finish]] = defaultdict(list)
         self.cached: dict[int, int] = {}
@@ -293,6 +296,42 @@ class TestLoad:
         bench.add(1, [7, 8], LONG)
         bench.run()
         assert bench.reports[0]
+
+
+class TestStartupTime:
+    """How long it takes until API servers are connected; the last one counts."""
+
+    @pytest.fixture
+    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """What is recorded."""
+        served: list[float] = []
+        monkeypatch.setattr(EngineMetrics, "set_serve", lambda metrics, elapsed_s: served.append(elapsed_s))
+        return served
+
+    def test_every_api_server_counts_once(self, served: list[float]) -> None:
+        bench = Bench(began=time.monotonic() - 3.0)
+        for client in (0, 1):
+            bench.core.handle(Hello(client))
+        assert len(served) == 2
+        assert 3.0 <= served[0] <= served[1]
+
+    @pytest.mark.parametrize(
+        "messages",
+        [(Hello(0),), (Hello(0, 1),), (ClientGone(0, 0), Hello(0, 1))],
+        ids=["again", "successor", "successor of a dead one"],
+    )
+    def test_one_that_comes_long_after_the_start_does_not(
+        self, served: list[float], messages: tuple[Hello | ClientGone, ...]
+    ) -> None:
+        bench = Bench(began=time.monotonic())
+        bench.core.handle(Hello(0))
+        for message in messages:
+            bench.core.handle(message)
+        assert len(served) == 1
+
+    def test_nobody_is_told_where_nobody_asks(self, served: list[float]) -> None:
+        Bench().core.handle(Hello(0))
+        assert served == []
 
 
 class TestSeveralEngines:
