@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from tokenmill_engine.errors import EngineDeadError
+from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import FromApiServer, ToApiServer
-from tokenmill_server.children import describe_exit, stop_children
+from tokenmill_server.children import describe_exit, stop_children, watch_child
 from tokenmill_server.config import Configuration
 from tokenmill_server.control import ApiServerStart
 from tokenmill_server.liveness import Liveness
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _MODULE = "tokenmill_server.api_process"
 _MAX_DEATHS = 5
 _DEATHS_WINDOW_S = 60.0
+_BACKOFF_S = 4.0
+_MAX_BACKOFF_S = 30.0
 _NUM_INCARNATIONS = 256
 """After so many they begin again."""
 
@@ -52,6 +54,10 @@ class ApiServers:
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._faults: dict[int, str] = {}
         """What those did that were killed for it."""
+        self._starts: dict[int, float] = {}
+        """When those are to be started that take the place of others, on the monotonic clock."""
+        self._num_failures = dict.fromkeys(self._incarnations, 0)
+        """How often such a start has failed in a row."""
         self._liveness = Liveness(gives_up=configuration.faults.engine_stall_timeout_s > 0)
 
     @property
@@ -73,14 +79,21 @@ class ApiServers:
         return self._incarnations[slot] % _NUM_INCARNATIONS
 
     def start(self) -> None:
-        """Starts all of them."""
+        """Starts all of them. Raises StartupError if the machine does not let us."""
         for slot in self._incarnations:
-            self._start(slot)
+            try:
+                self._start(slot)
+            except OSError as error:
+                raise StartupError(f"API server {slot} could not be started: {error}") from error
 
     def replace(self, slot: int) -> None:
-        """Starts another in the place of one that ended."""
+        """Lets the next `tick` start another in the place of one that ended."""
         self._incarnations[slot] += 1
-        self._start(slot)
+        self._starts[slot] = time.monotonic()
+
+    def end_replacements(self) -> None:
+        """From now on nothing is started any more."""
+        self._starts.clear()
 
     def listens(self, slot: int) -> None:
         """It says so."""
@@ -115,14 +128,21 @@ class ApiServers:
     @property
     def next_tick(self) -> float:
         """When `tick` has something to do next, on the monotonic clock."""
-        return self._liveness.next_look
+        return min((self._liveness.next_look, *self._starts.values()))
 
-    def tick(self) -> None:
-        """To be called when `next_tick` has come, or more often: ends those that hang."""
+    def tick(self) -> list[int]:
+        """To be called when `next_tick` has come, or more often: ends those that hang, and starts those that replace
+        others. Returns the slots of the latter.
+
+        Raises:
+            EngineDeadError: a start failed, and too many have failed or ended within a short time.
+        """
         for (_, slot), fault in self._liveness.look():
             if slot not in self._faults:
                 self._faults[slot] = fault
                 os.killpg(self._children[slot].process.pid, signal.SIGKILL)
+        now = time.monotonic()
+        return [slot for slot, at in list(self._starts.items()) if at <= now and self._try_to_start(slot)]
 
     def send(self, slot: int, message: ApiServerStart | ToApiServer) -> None:
         """Tells one of them, if it is still there."""
@@ -143,12 +163,28 @@ class ApiServers:
         stop_children(self._children.values())
         self._children.clear()
 
+    def _try_to_start(self, slot: int) -> bool:
+        """One that replaces another. If the machine does not let us, that counts as a death; later it is tried
+        again."""
+        try:
+            self._start(slot)
+        except OSError as error:
+            self.count_death(f"could not be started: {error}")
+            wait_s = min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** self._num_failures[slot])
+            logger.error("API server %d could not be started: %s; trying again in %g s", slot, error, wait_s)
+            self._num_failures[slot] += 1
+            self._starts[slot] = time.monotonic() + wait_s
+            return False
+        self._num_failures[slot] = 0
+        del self._starts[slot]
+        return True
+
     def _start(self, slot: int) -> None:
         child: ChildProcess[FromApiServer] = spawn_child(
             _MODULE, FromApiServer, pass_fds=(self._listen_fd,), env=self._environment
         )
+        watch_child(self._watcher, ("api_server", slot), child)
         self._children[slot] = child
-        self._watcher.add(("api_server", slot), child)
         self._liveness.watch(("api_server", slot), child)
         start = ApiServerStart(
             client=slot,

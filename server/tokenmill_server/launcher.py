@@ -173,7 +173,9 @@ class Launcher:
                 self._on_engine(update)
             if self._remote is not None:
                 self._remote.tick()
-            self._api_servers.tick()
+            for client in self._api_servers.tick():
+                if self._announced:
+                    self._api_servers.send(client, self._table.introduction)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
         return self._status
@@ -217,10 +219,12 @@ class Launcher:
             logger.info("%s: finishing open requests for up to %g s; again to stop at once", number.name, timeout_s)
             self._state = State.DRAINING
             self._engines.end_restarts()
+            self._api_servers.end_replacements()
             self._draining = self._api_servers.running
             self._drain_began = time.monotonic()
             self._deadline = self._drain_began + timeout_s + _DRAIN_GRACE_S
             self._api_servers.broadcast(Drain(timeout_s))
+            self._end_when_drained()
         elif self._state is State.DRAINING:
             if time.monotonic() - self._drain_began >= _REPEAT_S:
                 self._cut_off(number)
@@ -297,8 +301,6 @@ class Launcher:
         self._api_servers.count_death(reason)
         logger.error("API server %d %s; its requests are lost, starting another", client, reason)
         self._api_servers.replace(client)
-        if self._announced:
-            self._api_servers.send(client, self._table.introduction)
 
     def _on_deadline(self) -> None:
         if self._failure is not None:
@@ -332,12 +334,16 @@ class Launcher:
         if self._state is State.FAILING:
             return
         self._state = State.FAILING
+        self._api_servers.end_replacements()
         self._failure = EngineDeadError(last.message)
         self._deadline = time.monotonic() + _ERROR_DELIVERY_S
         self._api_servers.broadcast(last)
 
     def _finish_drain(self, client: int) -> None:
         self._draining.discard(client)
+        self._end_when_drained()
+
+    def _end_when_drained(self) -> None:
         if self._state not in (State.DRAINING, State.CUTTING_OFF) or self._draining:
             return
         if self._num_cut_off:

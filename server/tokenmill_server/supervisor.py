@@ -27,7 +27,7 @@ from tokenmill_engine.ipc.control import (
 )
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import Endpoints, EngineReady
-from tokenmill_server.children import describe_exit, stop_children
+from tokenmill_server.children import describe_exit, stop_children, watch_child
 from tokenmill_server.config import FaultConfig
 from tokenmill_server.engine_table import EngineUpdate
 from tokenmill_server.liveness import Liveness
@@ -51,7 +51,9 @@ class _Rank:
     child: ChildProcess[FromEngine] | None = None
     ready_since: float | None = None
     failure: str | None = None
-    """Why this incarnation ends, known before it has."""
+    """Why this incarnation could not start, in its own words."""
+    is_lost: bool = False
+    """This incarnation was killed because it hung, and has been told of; its process may take long to end."""
     num_deaths: int = 0
     """Since it last served for long."""
     restart_at: float | None = None
@@ -85,12 +87,19 @@ class EngineSupervisor:
 
     def spawn(self, num_engines: int, device: str, environment: Mapping[str, str], first_rank: int = 0) -> None:
         """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured.
-        `device` is what the user asked for: auto, cpu or cuda."""
+        `device` is what the user asked for: auto, cpu or cuda.
+
+        Raises:
+            StartupError: the machine does not let us start so many.
+        """
         self._device = device
         for index in range(num_engines):
             rank = _Rank(first_rank + index, _engine_environment(environment, device, num_engines, index))
             self._ranks[rank.number] = rank
-            self._spawn(rank)
+            try:
+                self._spawn(rank)
+            except OSError as error:
+                raise StartupError(f"{self._name(rank)} could not be started: {error}") from error
 
     def configure(self, config: EngineConfig, faults: FaultConfig | None = None) -> None:
         """Tells every engine core what to be; they load in parallel. `spawn` started as many as `config` says. Without
@@ -115,6 +124,8 @@ class EngineSupervisor:
         """
         rank = self._ranks[event.key[1]]
         match event:
+            case Said() if rank.is_lost:
+                return None
             case Said(message=EngineReady() as ready):
                 rank.ready_since = time.monotonic()
                 self._liveness.expect_answers(event.key)
@@ -134,19 +145,24 @@ class EngineSupervisor:
 
     def tick(self) -> list[EngineUpdate]:
         """To be called when `next_tick` has come, or more often: starts the engine cores again whose time it is, and
-        looks for those that hang. Returns what changes for others."""
+        looks for those that hang. Returns what changes for others.
+
+        Raises:
+            StartupError: an engine core hung when it started for the first time.
+        """
+        updates: list[EngineUpdate] = []
         for rank in self._ranks.values():
             if rank.restart_at is not None and rank.restart_at <= time.monotonic():
-                self._restart(rank)
+                updates += self._restart(rank)
         for (_, number), fault in self._liveness.look():
-            self._kill(self._ranks[number], fault)
+            updates += self._kill(self._ranks[number], fault)
         now = self._liveness.now
         for number in self._stalls.hopeless(now):
-            self._kill(self._ranks[number], f"had work but finished no step for {2 * self._stalls.timeout_s:g} s")
-        return [
-            EngineStalled(number, self._ranks[number].incarnation, since)
-            for number, since in self._stalls.newly_stalled(now)
-        ]
+            fault = f"had work but finished no step for {2 * self._stalls.timeout_s:g} s"
+            updates += self._kill(self._ranks[number], fault)
+        for number, since in self._stalls.newly_stalled(now):
+            updates.append(EngineStalled(number, self._ranks[number].incarnation, since))
+        return updates
 
     @property
     def next_tick(self) -> float:
@@ -167,30 +183,40 @@ class EngineSupervisor:
         for rank in self._ranks.values():
             rank.child = None
 
-    def _restart(self, rank: _Rank) -> None:
+    def _restart(self, rank: _Rank) -> list[EngineUpdate]:
+        """Returns its loss if the machine does not let us start it now; that is one more death."""
         assert self._config is not None
         rank.restart_at = None
         rank.incarnation += 1
-        self._spawn(rank)
+        try:
+            self._spawn(rank)
+        except OSError as error:
+            lost = self._lose(rank, f"{self._name(rank)} could not be started: {error}")
+            self._schedule_restart(rank)
+            return [lost]
         self._configure(rank, self._config, time.monotonic())
+        return []
 
-    def _kill(self, rank: _Rank, fault: str) -> None:
-        """Ends an engine core that hangs; its end is noticed like any other."""
-        if rank.child is not None and rank.failure is None:
-            rank.failure = f"{self._name(rank)} {fault} and was killed"
-            os.killpg(rank.child.process.pid, signal.SIGKILL)
+    def _kill(self, rank: _Rank, fault: str) -> list[EngineUpdate]:
+        """Kills an engine core that hangs. It is lost at once: one that hangs in the kernel does not end."""
+        if rank.child is None or rank.is_lost:
+            return []
+        rank.is_lost = True
+        os.killpg(rank.child.process.pid, signal.SIGKILL)
+        return [self._lose(rank, rank.failure or f"{self._name(rank)} {fault} and was killed")]
 
     def _spawn(self, rank: _Rank) -> None:
+        rank.ready_since = None
+        rank.failure = None
+        rank.is_lost = False
         child: ChildProcess[FromEngine] = spawn_child(
             _ENGINE_MODULE,
             FromEngine,
             args=["--run-dir", self._run_dir, "--device", self._device],
             env=rank.environment,
         )
+        watch_child(self._watcher, ("engine", rank.number), child)
         rank.child = child
-        rank.ready_since = None
-        rank.failure = None
-        self._watcher.add(("engine", rank.number), child)
         self._liveness.watch(("engine", rank.number), child)
 
     def _configure(self, rank: _Rank, config: EngineConfig, began: float) -> None:
@@ -204,22 +230,33 @@ class EngineSupervisor:
         except ChannelClosedError:
             logger.debug("engine core %d ended before it could be configured", rank.number)
 
-    def _ended(self, rank: _Rank, returncode: int) -> EngineLost:
+    def _ended(self, rank: _Rank, returncode: int) -> EngineLost | None:
         rank.child = None
+        lost = None
+        if not rank.is_lost:
+            moment = "" if rank.ready_since is not None else " while it was starting"
+            lost = self._lose(rank, rank.failure or f"{self._name(rank)} {describe_exit(returncode)}{moment}")
+        self._schedule_restart(rank)
+        return lost
+
+    def _lose(self, rank: _Rank, reason: str) -> EngineLost:
+        """Counts a death; the process need not be gone yet."""
         self._liveness.forget(("engine", rank.number))
         self._stalls.forget(rank.number)
-        served_since, now = rank.ready_since, time.monotonic()
-        moment = "" if served_since is not None else " while it was starting"
-        reason = rank.failure or f"{self._name(rank)} {describe_exit(returncode)}{moment}"
+        served_since = rank.ready_since
         if served_since is None and rank.incarnation == 0:
             raise StartupError(reason)
-        if served_since is not None and now - served_since >= _FORGIVEN_AFTER_S:
+        if served_since is not None and time.monotonic() - served_since >= _FORGIVEN_AFTER_S:
             rank.num_deaths = 0
         rank.num_deaths += 1
-        restarts = rank.num_deaths <= self._max_restarts
-        if restarts:
-            rank.restart_at = now + _backoff_s(rank.num_deaths)
-        return EngineLost(rank.number, rank.incarnation, reason, restarts)
+        return EngineLost(rank.number, rank.incarnation, reason, self._restarts(rank))
+
+    def _schedule_restart(self, rank: _Rank) -> None:
+        if self._restarts(rank):
+            rank.restart_at = time.monotonic() + _backoff_s(rank.num_deaths)
+
+    def _restarts(self, rank: _Rank) -> bool:
+        return rank.num_deaths <= self._max_restarts
 
     def _name(self, rank: _Rank) -> str:
         return f"engine core {rank.number if self._config is None else self._config.rank_of(rank.number)}"

@@ -13,9 +13,9 @@ _WALL = 0x40000000
 
 
 @contextlib.contextmanager
-def held_main_thread(pid: int) -> Iterator[None]:
+def held_main_thread(pid: int, hides_death: bool = False) -> Iterator[None]:
     """While the context is entered, the main thread of `pid`, a descendant of this process, does not run. It may
-    be killed meanwhile."""
+    be killed meanwhile; with `hides_death` its parent hears of that only afterwards, as if it hung in the kernel."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     libc.ptrace.restype = ctypes.c_long
@@ -24,13 +24,16 @@ def held_main_thread(pid: int) -> Iterator[None]:
     os.waitpid(pid, _WALL)
     left = threading.Event()
     reaper = threading.Thread(target=_reap, args=(pid, left))
-    reaper.start()
+    if not hides_death:
+        reaper.start()
     try:
         yield
     finally:
-        left.set()
-        reaper.join()
-        libc.ptrace(_PTRACE_DETACH, pid, None, None)
+        if not hides_death:
+            left.set()
+            reaper.join()
+        if libc.ptrace(_PTRACE_DETACH, pid, None, None) != 0 and hides_death:
+            os.waitpid(pid, _WALL)
 
 
 def _reap(pid: int, left: threading.Event) -> None:

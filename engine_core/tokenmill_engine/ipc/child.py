@@ -34,7 +34,7 @@ def spawn_child(
 
     `pass_fds` are inherited under their own numbers. The child gets a process group of its own, so that Ctrl-C in a
     terminal reaches the launcher alone. Call it from the main thread: the child asks the kernel to be told when the
-    *thread* that started it ends. `env` None inherits ours.
+    *thread* that started it ends. `env` None inherits ours. Raises OSError if the machine does not allow one more.
     """
     open_standard_descriptors()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -42,14 +42,18 @@ def spawn_child(
         # -P: a file in the user's current folder must not be taken for a module of ours or of a library.
         command = [sys.executable, "-P", "-m", module]
         ends = ["--control-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
-        process = subprocess.Popen(
-            [*command, *ends, *args],
-            pass_fds=(theirs.fileno(), *pass_fds),
-            env=bytecode_environment(os.environ if env is None else env),
-            stdin=subprocess.DEVNULL,
-            cwd=_usable_folder(),
-            process_group=0,
-        )
+        try:
+            process = subprocess.Popen(
+                [*command, *ends, *args],
+                pass_fds=(theirs.fileno(), *pass_fds),
+                env=bytecode_environment(os.environ if env is None else env),
+                stdin=subprocess.DEVNULL,
+                cwd=_usable_folder(),
+                process_group=0,
+            )
+        except OSError:
+            ours.close()
+            raise
     return ChildProcess(process, ControlChannel(ours, message_type))
 
 

@@ -1,5 +1,7 @@
 """What an engine core is started with, and when a dead one is started again: without processes and without waiting."""
 
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,11 +13,12 @@ from tests.support.api_server import engine_config
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess
-from tokenmill_engine.ipc.control import EngineLost, FromEngine, StartFailed
+from tokenmill_engine.ipc.control import EngineLost, EngineStalled, FromEngine, Pulse, StartFailed
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import EngineReady
-from tokenmill_server import supervisor
+from tokenmill_server import liveness, supervisor
 from tokenmill_server.config import FaultConfig
+from tokenmill_server.engine_table import EngineUpdate
 from tokenmill_server.supervisor import EngineSupervisor, _engine_environment
 from tokenmill_server.watcher import Exited, Said, Watcher
 
@@ -54,6 +57,9 @@ class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
         self.starts: list[float] = []
+        self.refuses: OSError | None = None
+        """Why no process can be started."""
+        self.kills: list[float] = []
 
     def monotonic(self) -> float:
         return self.now
@@ -69,11 +75,11 @@ class Nobody:
 class Machine:
     """One engine core and what happens to it."""
 
-    def __init__(self, clock: Clock, num_restarts: int) -> None:
+    def __init__(self, clock: Clock, num_restarts: int, stall_timeout_s: float = 300.0) -> None:
         self.clock = clock
         self.engines = EngineSupervisor("/nowhere", cast(Watcher, Nobody()), clock.now)
         self.engines.spawn(1, "cpu", {})
-        self.engines.configure(engine_config(), FaultConfig(max_engine_restarts=num_restarts))
+        self.engines.configure(engine_config(), FaultConfig(num_restarts, stall_timeout_s))
 
     def become_ready(self, incarnation: int) -> None:
         state = EngineReady(0, incarnation, local_endpoints("/nowhere", 0, incarnation), 128, 8, 16, 128, "none")
@@ -82,19 +88,32 @@ class Machine:
     def say(self, message: StartFailed) -> None:
         assert self.engines.handle(Said(("engine", 0), message)) is None
 
+    def exit(self) -> EngineUpdate | None:
+        return self.engines.handle(Exited(("engine", 0), -9, 1))
+
     def die(self) -> EngineLost:
-        update = self.engines.handle(Exited(("engine", 0), -9, 1))
+        update = self.exit()
         assert isinstance(update, EngineLost)
         return update
+
+    def wait(self, duration_s: int) -> list[EngineUpdate]:
+        """What a launcher hears meanwhile."""
+        updates = []
+        for _ in range(duration_s):
+            self.clock.now += 1.0
+            updates += self.engines.tick()
+        return updates
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """Processes are not started, only the times at which they would be are noted in `clock.starts`."""
+    """Processes are neither started nor killed, only the times at which they would be are noted in `clock`."""
     clock = Clock()
     sockets: list[socket.socket] = []
 
     def spawn(*_: Any, **__: Any) -> ChildProcess[FromEngine]:
+        if clock.refuses is not None:
+            raise clock.refuses
         clock.starts.append(clock.now)
         ours, theirs = socket.socketpair()
         sockets.extend((ours, theirs))
@@ -102,6 +121,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
     monkeypatch.setattr(supervisor, "spawn_child", spawn)
     monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(liveness, "time", clock)
+    monkeypatch.setattr(os, "killpg", lambda pid, number: clock.kills.append(clock.now))
     yield clock
     for one in sockets:
         one.close()
@@ -164,3 +185,67 @@ def test_nothing_is_restarted_once_the_end_has_begun(clock: Clock) -> None:
     clock.now += 100
     machine.engines.tick()
     assert len(clock.starts) == 1
+
+
+def test_one_that_does_not_end_when_it_is_killed_is_lost_all_the_same(clock: Clock) -> None:
+    """It hangs in the kernel. Whatever it said last is too late; when it is gone at last, it is started again."""
+    machine = Machine(clock, 3)
+    machine.become_ready(0)
+    reason = "engine core 0 did not react for 30 s and was killed"
+    assert machine.wait(40) == [EngineLost(0, 0, reason, restarts=True)]
+    ready = EngineReady(0, 0, local_endpoints("/nowhere", 0, 0), 128, 8, 16, 128, "none")
+    for late in (Pulse(1, True), ready, StartFailed("too late")):
+        assert machine.engines.handle(Said(("engine", 0), late)) is None
+    assert machine.wait(1000) == []
+    assert (len(clock.kills), len(clock.starts)) == (1, 1)
+    assert machine.exit() is None
+    assert machine.wait(1) == []
+    assert len(clock.starts) == 2
+    machine.become_ready(1)
+    assert machine.die().message.startswith("engine core 0 was killed (SIGKILL)")
+
+
+def test_one_that_is_stalled_is_lost_when_it_is_killed(clock: Clock) -> None:
+    machine = Machine(clock, 0, stall_timeout_s=8)
+    machine.become_ready(0)
+    stalled, lost = machine.wait(40)
+    assert isinstance(stalled, EngineStalled)
+    assert lost == EngineLost(0, 0, "engine core 0 had work but finished no step for 16 s and was killed")
+    assert machine.exit() is None
+    assert machine.wait(100) == []
+    assert len(clock.starts) == 1
+
+
+def test_nothing_is_restarted_that_ends_after_the_end_has_begun(clock: Clock) -> None:
+    machine = Machine(clock, 3)
+    machine.become_ready(0)
+    assert len(machine.wait(40)) == 1
+    machine.engines.end_restarts()
+    assert machine.exit() is None
+    assert machine.wait(100) == []
+    assert len(clock.starts) == 1
+
+
+def test_a_restart_that_the_machine_does_not_allow_is_one_more_death(clock: Clock) -> None:
+    """Sooner or later it has memory for a process again, or the engine core stays away."""
+    machine = Machine(clock, 4)
+    machine.become_ready(0)
+    machine.die()
+    clock.refuses = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    reason = f"engine core 0 could not be started: {clock.refuses}"
+    assert machine.wait(3) == [EngineLost(0, number, reason, restarts=True) for number in (1, 2)]
+    clock.refuses = None
+    assert machine.wait(2) == []
+    machine.become_ready(3)
+    assert machine.die().restarts
+    clock.refuses = OSError(errno.ENOMEM, "Cannot allocate memory")
+    (lost,) = machine.wait(20)
+    assert isinstance(lost, EngineLost)
+    assert (lost.incarnation, lost.restarts) == (4, False)
+    assert "Cannot allocate memory" in lost.message
+
+
+def test_a_first_start_that_the_machine_does_not_allow_is_an_error(clock: Clock) -> None:
+    clock.refuses = OSError(errno.ENOMEM, "Cannot allocate memory")
+    with pytest.raises(StartupError, match=r"engine core 0 could not be started: .*Cannot allocate memory"):
+        Machine(clock, 3)

@@ -1,5 +1,6 @@
 """With real child processes: the echo child below sends back what it is told, or ends as it is told."""
 
+import errno
 import os
 import signal
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_server.children import describe_exit, stop_children
+from tokenmill_server import children
+from tokenmill_server.children import describe_exit, stop_children, watch_child
 from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
 
 
@@ -83,6 +85,32 @@ def test_a_stubborn_child_is_killed(watcher: Watcher, child: ChildProcess[Line])
     stop_children([child])
     assert child.process.returncode == -9
     assert collect(watcher, 1) == [Exited(("echo", 3), -9, child.process.pid)]
+
+
+def test_a_child_that_not_even_a_kill_ends_is_left_behind(
+    child: ChildProcess[Line], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that hangs in the kernel."""
+    child.channel.send(Line("stubborn"))
+    for _ in range(3):
+        child.channel.receive()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda pid, number: None)
+        patch.setattr(children, "_KILL_GRACE_S", 0.5)
+        stop_children([child])
+    assert child.process.returncode is None
+    assert f"process {child.process.pid} does not end" in caplog.text
+
+
+def test_a_child_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    child: ChildProcess[Line] = spawn_child(__name__, Line)
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with Watcher() as watcher, pytest.raises(OSError, match="Too many open files"):
+        watch_child(watcher, ("echo", 3), child)
+    assert child.process.returncode is not None
 
 
 def test_signals_and_their_handlers_afterwards(watcher: Watcher) -> None:
