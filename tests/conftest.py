@@ -1,12 +1,16 @@
 """What holds for every test: a clean environment, no network, no time limit of Hypothesis, nothing left running."""
 
 import glob
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
+
+from tokenmill_engine.ipc.logs import PACKAGES
 
 # A developer's own settings must not change a test's outcome; child processes inherit this environment.
 for _name in list(os.environ):
@@ -25,6 +29,19 @@ if not glob.glob("/dev/nvidia*"):
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Commands that run inside a test set up logging for a process of their own."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    levels = {name: logging.getLogger(name).level for name in PACKAGES}
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 
-_PACKAGES = ("tokenmill", "tokenmill_server", "tokenmill_engine", "tokenmill_kernels")
+PACKAGES = ("tokenmill", "tokenmill_server", "tokenmill_engine", "tokenmill_kernels")
 
 
 def configure_logging(level: str, process: str) -> None:
@@ -12,5 +12,5 @@ def configure_logging(level: str, process: str) -> None:
         logging.Formatter(f"%(levelname)s %(asctime)s [{process}] %(name)s: %(message)s", "%m-%d %H:%M:%S")
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for package in _PACKAGES:
+    for package in PACKAGES:
         logging.getLogger(package).setLevel(level)
