@@ -4,10 +4,12 @@ import contextlib
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -17,6 +19,12 @@ from tests.e2e.conftest import TINY_FLAGS
 from tests.support.exposition import samples
 from tests.support.server import Server, check_error, run_serve, start_server, wait_for
 from tests.support.streams import BackgroundStream, at_once, raw_request
+from tests.support.tcp_proxy import TcpProxy
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+from tokenmill_engine.ipc.sockets import public_key
+from tokenmill_engine.messages import EngineReady
+from tokenmill_server.data_parallel.authentication import engine_key
+from tokenmill_server.data_parallel.messages import Accepted, FromHead, FromLauncher
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +41,8 @@ def free_port() -> int:
 class Deployment:
     """Launchers that share a rendezvous, each with its flags."""
 
-    def __init__(self, model: Path, *common: str, env: dict[str, str] | None = None) -> None:
-        self.port = free_port()
+    def __init__(self, model: Path, *common: str, env: dict[str, str] | None = None, port: int | None = None) -> None:
+        self.port = free_port() if port is None else port
         self._common = (str(model), *TINY_FLAGS, "--data-parallel-rpc-port", str(self.port), *common)
         self._env = TOKEN if env is None else env
 
@@ -243,6 +251,52 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path, temporary: Path)
             assert "is gone, and its launchers end with it" in launcher.log.splitlines()[-1]
             wait_for_end(processes, 10)
     assert list(temporary.iterdir()) == []
+
+
+def said(record: bytearray, message_type: Any) -> list[Any]:
+    """The messages in what somebody sent over a control channel."""
+    ours, theirs = socket.socketpair()
+    channel: ControlChannel[Any] = ControlChannel(theirs, message_type)
+    messages: list[Any] = []
+    sender = threading.Thread(target=lambda: (ours.sendall(record), ours.close()))
+    sender.start()
+    with contextlib.suppress(ChannelClosedError):
+        while True:
+            messages.append(channel.receive())
+    sender.join()
+    channel.close()
+    return messages
+
+
+def test_no_key_travels_between_launchers(tiny_model: Path) -> None:
+    """Though API servers use it; and when engine cores are given up, the head waits for another launcher."""
+    deployment = Deployment(tiny_model, "-dp", "1")
+    wire = TcpProxy(deployment.port)
+    tapped = Deployment(tiny_model, "-dp", "1", port=wire.port)
+    with deployment.head("-dpl", "0") as head:
+        wait_for(lambda: "waiting at" in head.log, _START_S, "the head")
+        with tapped.headless("-dpl", "1", "--max-engine-restarts", "0") as launcher:
+            head.wait_until_ready()
+            assert pinned(head, 0)
+            lost = endless(head, 0)
+            wait_for_running(head, 1)
+            launcher.kill(launcher.engine_pids()[0])
+            assert lost.result(10).error is not None
+            assert launcher.process.wait(10) == 1
+        wire.stop()
+        (accepted,) = [message for message in said(wire.said[1], FromHead) if isinstance(message, Accepted)]
+        (ready,) = [message for message in said(wire.said[0], FromLauncher) if isinstance(message, EngineReady)]
+        secret = engine_key(TOKEN["TOKENMILL_DP_TOKEN"], accepted.key_nonce)
+        assert ready.endpoints.key == ""
+        for record in wire.said:
+            assert secret.encode() not in record
+            assert public_key(secret).encode() not in record
+            assert TOKEN["TOKENMILL_DP_TOKEN"].encode() not in record
+        assert head.process.poll() is None
+        assert health(head) == 503
+        with deployment.headless("-dpl", "1"):
+            wait_for_return(head, 0)
+            assert head.stop() == 0
 
 
 def test_orderly_ends(tiny_model: Path) -> None:

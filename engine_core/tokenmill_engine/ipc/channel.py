@@ -1,10 +1,11 @@
 """A typed, ordered message channel over a stream socket: the launcher and one child process, or two launchers.
 
 Frames are a 4-byte little-endian length and a msgspec-json document. The end of file means that the other side is
-gone. Sending is thread-safe and blocks; receiving belongs to one thread, or to one event loop (`receive_available`
-with `loop.add_reader(channel.fileno(), ...)`).
+gone. Sending is thread-safe and blocks, for as long as the socket's SO_SNDTIMEO says if it has one; receiving belongs
+to one thread, or to one event loop (`receive_available` with `loop.add_reader(channel.fileno(), ...)`).
 """
 
+import contextlib
 import socket
 import struct
 import threading
@@ -34,7 +35,8 @@ class ControlChannel(Generic[T]):
     def __init__(self, sock: socket.socket, message_type: Any, *, max_message_bytes: int = _MAX_MESSAGE_BYTES) -> None:
         sock.setblocking(True)
         self._socket = sock
-        self._max_message_bytes = max_message_bytes
+        self.max_message_bytes = max_message_bytes
+        """May change with what is known of the other side."""
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(message_type)
         self._encoder = msgspec.json.Encoder()
         self._send_lock = threading.Lock()
@@ -54,12 +56,18 @@ class ControlChannel(Generic[T]):
         """Send one message; blocks while the other side does not read.
 
         Raises:
-            ChannelClosedError: the other side is gone.
+            ChannelClosedError: the other side is gone, or has not read for as long as SO_SNDTIMEO says; then the
+                channel has come to its end for both.
         """
         body = self._encoder.encode(message)
         try:
             with self._send_lock:
                 self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except BlockingIOError as error:
+            # Part of a frame may be on its way, so nothing can follow it.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            raise ChannelClosedError("the other side does not read") from error
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 
@@ -114,7 +122,7 @@ class ControlChannel(Generic[T]):
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
-        if length > self._max_message_bytes:
+        if length > self.max_message_bytes:
             raise ForeignFrameError(f"a frame of {length} bytes is not one of ours")
         end = _LENGTH.size + length
         if len(self._received) < end:

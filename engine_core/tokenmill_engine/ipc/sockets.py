@@ -5,7 +5,8 @@ Every engine core binds two ROUTER sockets, which `Endpoints` names: one receive
 makes a sender wait (back pressure is the scheduler's business) and nothing lingers.
 
 Between machines the sockets are TCP, and both ends speak CURVE: who binds has a secret key, who connects must know the
-public key that belongs to it, which is told to nobody else. Whoever does not know it gets no connection.
+public key that belongs to it. No network carries that one: launchers work it out (`authentication.engine_key`) and
+tell API servers over socket pairs. Whoever does not know it gets no connection.
 """
 
 from pathlib import Path

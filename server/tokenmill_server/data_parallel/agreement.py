@@ -7,7 +7,7 @@ import msgspec
 
 from tokenmill_engine.config.engine import EngineConfig, ModelConfig
 from tokenmill_server.config import DataParallelConfig
-from tokenmill_server.data_parallel.messages import Facts
+from tokenmill_server.data_parallel.messages import Facts, legible
 
 _SAMPLE_BYTES = 64 * 1024
 
@@ -26,11 +26,13 @@ def facts_of(config: EngineConfig, parallel: DataParallelConfig) -> Facts:
         "--enable-prefix-caching": config.cache.enable_prefix_caching,
         "--max-num-seqs": scheduler.max_num_seqs,  # API servers ask who has room
         "--served-model-name": observability.model_name,
+        "--disable-log-stats": not observability.log_stats,
         "--metrics-namespace": ",".join(observability.metrics_namespaces),
     }
     engine_flags = {
         "--device": config.device.kind,
         "--enforce-eager": config.device.enforce_eager,
+        "--attention-backend": config.device.attention_backend,
         "--max-num-batched-tokens": f"{scheduler.max_num_batched_tokens}"
         + ("" if scheduler.explicit_budget else " (not given)"),
         "--target-itl-ms": scheduler.target_itl_ms,
@@ -55,12 +57,13 @@ def difference(head: Facts, other: Facts) -> str | None:
     for of_head, of_other in ((head.flags, other.flags), (head.engine_flags, other.engine_flags)):
         for name, value in of_head.items():
             if of_other and of_other.get(name) != value:
-                return f"the head has {name} {value} and this launcher {of_other.get(name)}; give both the same"
+                theirs = legible(of_other.get(name, "without it"))
+                return f"the head has {name} {value} and this launcher {theirs}; give both the same"
     return None
 
 
 def _model(facts: Facts) -> str:
-    return f"{facts.model_name} ({facts.model_digest[:8]})"
+    return f"{legible(facts.model_name)} ({legible(facts.model_digest[:8])})"
 
 
 def _model_digest(model: ModelConfig) -> str:

@@ -1,7 +1,8 @@
 """How launchers prove to each other that they share a secret, and the key that their engine cores' sockets get from it.
 
-Neither the token nor a key ever travels: both sides compute HMACs over random numbers that both have sent. Without a
-token the proofs only show that nobody has one, and whoever can read the network can compute the key.
+Neither the token nor a key, secret or public, ever travels between launchers: both sides compute keys and proofs as
+HMACs over random numbers that were sent. Without a token the proofs only show that nobody has one, and whoever can read
+the network can compute the key.
 """
 
 import hashlib

@@ -3,6 +3,7 @@ once; one whose launcher is merely stopped is not taken for dead, because its ke
 
 import errno
 import socket
+import struct
 from typing import Any, TypeVar
 
 from tokenmill_engine.errors import ConfigError, StartupError
@@ -11,7 +12,10 @@ from tokenmill_engine.ipc.channel import ControlChannel
 T = TypeVar("T")
 
 _BACKLOG = 64
-_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Of a launcher that has proved who it is; metric files are the longest."""
+MAX_HANDSHAKE_BYTES = 64 * 1024
+"""Of anybody else."""
 _SILENCE_MS = 8000
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 """Options and seconds, or a number of probes."""
@@ -66,14 +70,27 @@ def connect(address: str, port: int, timeout_s: float) -> socket.socket:
     return connection
 
 
-def channel_over(connection: socket.socket, message_type: Any) -> ControlChannel[T]:
-    """Messages of `message_type` are what this end receives."""
+def channel_over(
+    connection: socket.socket,
+    message_type: Any,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    send_timeout_s: int | None = None,
+) -> ControlChannel[T]:
+    """Messages of `message_type` are what this end receives. An other end that does not read for `send_timeout_s` while
+    this one sends is taken for dead; None: it is waited for.
+
+    Raises:
+        OSError: the connection is broken already.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
-    return ControlChannel(connection, message_type, max_message_bytes=_MAX_MESSAGE_BYTES)
+    if send_timeout_s is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", send_timeout_s, 0))
+    return ControlChannel(connection, message_type, max_message_bytes=max_message_bytes)
 
 
 def shown(host: str, port: int) -> str:

@@ -3,20 +3,30 @@ engine cores, in the same words as `EngineSupervisor` tells of those of this mac
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
+from tokenmill_engine.ipc.sockets import public_key
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.config import DataParallelConfig
 from tokenmill_server.data_parallel import metric_copies
 from tokenmill_server.data_parallel.agreement import difference
-from tokenmill_server.data_parallel.authentication import is_proof, new_nonce, proof
-from tokenmill_server.data_parallel.connection import channel_over, listen, shown
+from tokenmill_server.data_parallel.authentication import engine_key, is_proof, new_nonce, proof
+from tokenmill_server.data_parallel.connection import (
+    MAX_HANDSHAKE_BYTES,
+    MAX_MESSAGE_BYTES,
+    channel_over,
+    listen,
+    shown,
+)
 from tokenmill_server.data_parallel.messages import (
     Accepted,
     Challenge,
@@ -30,6 +40,7 @@ from tokenmill_server.data_parallel.messages import (
     MetricFilesKept,
     Refused,
     Registration,
+    legible,
 )
 from tokenmill_server.data_parallel.ranks import phrase, without
 from tokenmill_server.engine_table import EngineUpdate
@@ -45,10 +56,21 @@ _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
 """Connections that have not registered yet."""
 _REMIND_S = 10.0
+_SEND_TIMEOUT_S = 1
+"""Longest time that one connection may keep the head from everything else."""
+_RESOURCE_PAUSE_S = 0.1
+"""Wait after running out of file descriptors."""
+_MAX_UNANSWERED = 16
+"""Questions for metrics that a launcher may owe before it is asked no more."""
+_MAX_INCARNATION = 2**31
 
 
 class _RefusedError(Exception):
-    """A launcher may not join; the message is for its user and ours."""
+    """A launcher may not join, or not stay; the message is for its user and ours."""
+
+    def __init__(self, message: str, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 @dataclass(slots=True)
@@ -97,10 +119,14 @@ class RemoteEngines:
         self._watcher = watcher
         self._metrics = metrics
         self._key_nonce = new_nonce()
+        self._public_key = public_key(engine_key(parallel.token, self._key_nonce))
+        """Of all engine cores' sockets."""
         self._listener = listen(parallel.address, parallel.rpc_port)
         self.address = shown(*self._listener.getsockname()[:2])
         """Where it waits."""
         watcher.watch(self._listener, (KEY, 0))
+        self._accept_at = inf
+        """When the listener is watched again, on the monotonic clock; infinite: it is watched."""
         self._launchers: dict[int, _Launcher] = {}
         self._last_number = 0
         self._incarnations: dict[int, int] = {}
@@ -127,12 +153,15 @@ class RemoteEngines:
     @property
     def next_tick(self) -> float:
         """When `tick` has something to do next, on the monotonic clock."""
-        return min((launcher.deadline for launcher in self._strangers()), default=self._remind_at)
+        return min(self._remind_at, self._accept_at, *(launcher.deadline for launcher in self._strangers()))
 
     def tick(self) -> None:
         """To be called when `next_tick` has come, or more often: reminds of missing launchers, lets go of connections
         that say nothing."""
         now = time.monotonic()
+        if self._accept_at <= now:
+            self._accept_at = inf
+            self._watcher.watch(self._listener, (KEY, 0))
         for launcher in list(self._strangers()):
             if launcher.deadline <= now:
                 logger.warning("%s connected but did not register; it is let go", launcher.address)
@@ -161,7 +190,8 @@ class RemoteEngines:
         """Calls `on_fetched` when the folder of metrics has what the engine cores of all launchers have counted until
         now, as far as those answer."""
         self._last_question += 1
-        asked = {launcher.number for launcher in self._launchers.values() if launcher.ranks is not None}
+        owed = Counter(number for question in self._questions.values() for number in question.launchers)
+        asked = {launcher.number for launcher in self._members() if owed[launcher.number] < _MAX_UNANSWERED}
         self._questions[self._last_question] = _Question(asked, on_fetched)
         for number in asked:
             self._send(self._launchers[number], MetricsWanted(self._last_question))
@@ -169,7 +199,7 @@ class RemoteEngines:
 
     def say_goodbye(self) -> None:
         """Tells the launchers that the server ends as it should."""
-        for launcher in self._launchers.values():
+        for launcher in self._members():
             self._send(launcher, HeadStopped())
 
     def close(self) -> None:
@@ -177,7 +207,8 @@ class RemoteEngines:
         for launcher in list(self._launchers.values()):
             self._forget(launcher)
         if self._listener.fileno() >= 0:
-            self._watcher.unwatch(self._listener)
+            if self._accept_at == inf:
+                self._watcher.unwatch(self._listener)
             self._listener.close()
 
     # --- connections ----------------------------------------------------------------------------------------------
@@ -185,34 +216,52 @@ class RemoteEngines:
     def _strangers(self) -> Iterable[_Launcher]:
         return (launcher for launcher in self._launchers.values() if launcher.ranks is None)
 
+    def _members(self) -> Iterable[_Launcher]:
+        return (launcher for launcher in self._launchers.values() if launcher.ranks is not None)
+
     def _accept(self) -> None:
         try:
             connection, where = self._listener.accept()
-        except OSError:  # it went away again, or no descriptor is left
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # it went away again
+        except OSError as error:
+            logger.warning("cannot accept a launcher: %s", error)
+            self._watcher.unwatch(self._listener)
+            self._accept_at = time.monotonic() + _RESOURCE_PAUSE_S
             return
         if sum(1 for _ in self._strangers()) >= _MAX_STRANGERS:
             connection.close()
             return
         self._last_number += 1
-        channel: ControlChannel[FromLauncher] = channel_over(connection, FromLauncher)
+        try:
+            channel: ControlChannel[FromLauncher] = channel_over(
+                connection, FromLauncher, max_message_bytes=MAX_HANDSHAKE_BYTES, send_timeout_s=_SEND_TIMEOUT_S
+            )
+        except OSError:
+            connection.close()
+            return
         address = shown(*where[:2])
         launcher = _Launcher(self._last_number, channel, address, time.monotonic() + _HANDSHAKE_S)
         self._launchers[launcher.number] = launcher
         self._watcher.watch(channel, (KEY, launcher.number))
 
     def _receive(self, launcher: _Launcher) -> list[EngineUpdate]:
+        """Whatever it says, only its own connection may end by that."""
         updates: list[EngineUpdate] = []
         try:
             for message in launcher.channel.receive_available():
                 updates += self._take(launcher, message)
         except _RefusedError as error:
-            logger.warning("%s may not join: %s", launcher.address, error)
-            self._send(launcher, Refused(str(error)))
-            self._forget(launcher)
-        except ChannelClosedError as error:
+            logger.warning("%s is refused: %s", launcher.name, error)
+            self._send(launcher, Refused(str(error), error.may_pass))
             return updates + self._lost(launcher, str(error))
+        except ChannelClosedError as error:
+            return updates + self._lost(launcher, f"its connection ended ({error})")
         except (msgspec.MsgspecError, ValueError) as error:
             return updates + self._lost(launcher, f"it said what is no message of ours: {error}")
+        except Exception as error:
+            logger.exception("what %s said could not be handled", launcher.name)
+            return updates + self._lost(launcher, str(error))
         return updates
 
     def _lost(self, launcher: _Launcher, reason: str) -> list[EngineUpdate]:
@@ -222,7 +271,7 @@ class RemoteEngines:
             logger.debug("%s left without registering: %s", launcher.address, reason)
             return []
         metric_copies.drop_gauges(self._metrics, launcher.number)
-        logger.error("%s is gone%s", launcher.name, f": {launcher.parting}" if launcher.parting else "")
+        logger.error("%s is gone: %s", launcher.name, launcher.parting or reason)
         gone = [rank for rank in launcher.ranks if rank in self._serving]
         self._serving.difference_update(gone)
         self._remind_at = time.monotonic() + _REMIND_S
@@ -281,9 +330,11 @@ class RemoteEngines:
         return []
 
     def _challenge(self, launcher: _Launcher, request: JoinRequest) -> None:
+        if launcher.join_nonce is not None:
+            raise _RefusedError("a launcher asks to join once")
         if request.version != __version__:
             raise _RefusedError(
-                f"the head runs Tokenmill {__version__} and this launcher {request.version}; install the same"
+                f"the head runs Tokenmill {__version__} and this launcher {legible(request.version)}; install the same"
             )
         launcher.join_nonce = request.nonce
         evidence = proof(self._parallel.token, "head", request.nonce, launcher.nonce)
@@ -305,6 +356,7 @@ class RemoteEngines:
             # A head without engine cores learns from the first launcher what the others must have.
             self._facts = msgspec.structs.replace(self._facts, engine_flags=registration.facts.engine_flags)
         launcher.ranks = ranks
+        launcher.channel.max_message_bytes = MAX_MESSAGE_BYTES
         for rank in ranks:
             self._bases[rank] = self._incarnations.get(rank, -1) + 1
         self._send(launcher, Accepted(self._key_nonce))
@@ -320,18 +372,28 @@ class RemoteEngines:
                 f"the head itself runs {phrase(taken)}; use --data-parallel-start-rank {taken.stop} or more, or give "
                 "the head another --data-parallel-size-local"
             )
-        for other in self._launchers.values():
-            if other.ranks is not None and set(ranks) & set(other.ranks):
+        for other in self._members():
+            if set(ranks).intersection(other.ranks or ()):
                 free = f"free: {phrase(missing)}" if (missing := self.missing) else "no rank is free"
-                raise _RefusedError(f"{other.name} has joined already; {free}; use another --data-parallel-start-rank")
+                raise _RefusedError(
+                    f"{other.name} has joined already; {free}; use another --data-parallel-start-rank", may_pass=True
+                )
 
     def _translate(self, update: EngineUpdate) -> EngineUpdate:
-        """A launcher counts the incarnations of its engine cores from 0; over all launchers they never repeat."""
+        """As the head has to say it. A launcher counts the incarnations of its engine cores from 0; over all launchers
+        they never repeat. It knows which of them it does not start again, but not whether another launcher comes."""
         rank = update.engine
+        if not 0 <= update.incarnation < _MAX_INCARNATION:
+            raise ValueError(f"engine core {rank} has no incarnation {update.incarnation}")
         incarnation = self._bases[rank] + update.incarnation
         self._incarnations[rank] = max(incarnation, self._incarnations.get(rank, 0))
+        changes: dict[str, Any] = {}
         if isinstance(update, EngineReady):
             self._serving.add(rank)
+            changes["endpoints"] = msgspec.structs.replace(update.endpoints, key=self._public_key)
         elif isinstance(update, EngineLost):
             self._serving.discard(rank)
-        return msgspec.structs.replace(update, incarnation=incarnation)
+            if not update.restarts:
+                changes["message"] = f"{update.message}, and its launcher does not start it again"
+            changes["restarts"] = True
+        return msgspec.structs.replace(update, incarnation=incarnation, **changes)

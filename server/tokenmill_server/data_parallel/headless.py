@@ -9,6 +9,8 @@ import logging
 import os
 import time
 
+import msgspec
+
 from tokenmill_engine.errors import EngineDeadError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
@@ -85,6 +87,13 @@ def serve_headless(values: FlagValues, parallel: DataParallelConfig) -> int:
 
 def _spawn(engines: EngineSupervisor, values: FlagValues, parallel: DataParallelConfig, run_dir: RunDir) -> None:
     engines.spawn(parallel.size_local, values["device"], child_environment(run_dir), parallel.start_rank)
+
+
+def _without_key(update: EngineUpdate) -> EngineUpdate:
+    """As it may travel: whoever knows the key of an engine core's sockets may use them."""
+    if isinstance(update, EngineReady):
+        return msgspec.structs.replace(update, endpoints=msgspec.structs.replace(update.endpoints, key=""))
+    return update
 
 
 def _joined(head: Head | None) -> Head:
@@ -177,7 +186,7 @@ class HeadlessLauncher:
     def _tell(self, update: EngineUpdate) -> None:
         """Tells the head what became of an engine core. Raises EngineDeadError if it was the last one."""
         self._table.apply(update)
-        self._send(update)
+        self._send(_without_key(update))
         match update:
             case EngineReady() if len(self._table.ready) == len(self._ranks) and not self._is_announced:
                 self._is_announced = True

@@ -20,6 +20,7 @@ from tokenmill_server.data_parallel.messages import (
     Challenge,
     Facts,
     FromHead,
+    HeadStopped,
     JoinRequest,
     Refused,
     Registration,
@@ -33,10 +34,16 @@ _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 10.0
 _RETRY_S = 0.5
 _REMIND_S = 10.0
+_PATIENCE_S = 12.0
+"""With a head that takes this launcher's predecessor for alive: within ten seconds it notices that it has vanished."""
 
 
 class _NotThereError(Exception):
     """The head cannot be reached, or is about to end; why. Another try may find it."""
+
+
+class _NotNowError(Exception):
+    """The head does not let this launcher in for now; why. Another try soon may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +72,23 @@ def join(parallel: DataParallelConfig, facts: Facts) -> Head:
     """
     where = shown(parallel.address, parallel.rpc_port)
     remind_at = time.monotonic() + _REMIND_S
+    give_up_at: float | None = None
     logger.info("joining the head at %s with %s", where, phrase(parallel.local_ranks))
     while True:
         try:
             return _try_to_join(parallel, facts, where)
+        except _NotNowError as error:
+            if give_up_at is None:
+                give_up_at = time.monotonic() + _PATIENCE_S
+                logger.info("the head does not let this launcher join, which may pass within seconds: %s", error)
+            elif time.monotonic() >= give_up_at:
+                raise ConfigError(f"the head does not let this launcher join: {error}") from None
         except _NotThereError as error:
+            give_up_at = None
             if time.monotonic() >= remind_at:
                 remind_at = time.monotonic() + _REMIND_S
                 logger.info("still waiting for the head at %s: %s", where, error)
-            time.sleep(_RETRY_S)
+        time.sleep(_RETRY_S)
 
 
 def _try_to_join(parallel: DataParallelConfig, facts: Facts, where: str) -> Head:
@@ -84,7 +99,11 @@ def _try_to_join(parallel: DataParallelConfig, facts: Facts, where: str) -> Head
     except OSError as error:
         raise _NotThereError(os.strerror(error.errno) if error.errno else "it does not answer") from None
     own_address = str(connection.getsockname()[0])
-    channel: ControlChannel[FromHead] = channel_over(connection, FromHead)
+    try:
+        channel: ControlChannel[FromHead] = channel_over(connection, FromHead)
+    except OSError as error:
+        connection.close()
+        raise _NotThereError(f"it takes connections, but lets nobody join ({error})") from None
     try:
         # Of a head that is stopped the kernel still takes connections; whoever else answers there says other things.
         connection.settimeout(_ANSWER_TIMEOUT_S)
@@ -98,7 +117,7 @@ def _try_to_join(parallel: DataParallelConfig, facts: Facts, where: str) -> Head
     except ChannelClosedError as error:
         channel.close()
         raise _NotThereError(f"it takes connections, but lets nobody join ({error})") from None
-    except ConfigError:
+    except (_NotThereError, _NotNowError, ConfigError):
         channel.close()
         raise
     return Head(channel, where, own_address, engine_key(parallel.token, accepted.key_nonce))
@@ -124,7 +143,11 @@ def _shake_hands(channel: ControlChannel[FromHead], parallel: DataParallelConfig
     return answer
 
 
-def _refusal(message: FromHead) -> ConfigError:
+def _refusal(message: FromHead) -> Exception:
+    if isinstance(message, HeadStopped):
+        return _NotThereError("it is about to end")
     if isinstance(message, Refused):
+        if message.may_pass:
+            return _NotNowError(message.message)
         return ConfigError(f"the head does not let this launcher join: {message.message}")
     return ConfigError("the head says what no head of this version says; install the same Tokenmill on all machines")

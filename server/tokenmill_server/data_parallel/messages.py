@@ -8,14 +8,26 @@
     EngineUpdate, MetricFiles, Leaving ─▶
                          ◀──────────      MetricFilesKept, MetricsWanted, HeadStopped
 
-The end of file means that the other side is gone. `JoinRequest`, `Challenge` and `Refused` keep their meaning over
+A launcher says each of the first two once, and its `EngineReady` holds no key: the head works it out itself. The end
+of file means that the other side is gone. `JoinRequest`, `Challenge` and `Refused` keep their meaning over
 versions, so that different ones can tell each other so.
 """
+
+from typing import Annotated
 
 import msgspec
 
 from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
 from tokenmill_engine.messages import EngineReady
+
+_MAX_RANKS = 65535
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=_MAX_RANKS)]
+_Nonce = Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+def legible(said: str, max_chars: int = 40) -> str:
+    """What somebody unknown said, fit for one line of a log."""
+    return said if len(said) <= max_chars and said.isprintable() else repr(said[:max_chars])[:max_chars]
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -36,14 +48,14 @@ class JoinRequest(msgspec.Struct, tag=True, frozen=True):
 
     version: str
     """Of Tokenmill."""
-    nonce: bytes
+    nonce: _Nonce
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
     """The head's answer."""
 
     version: str
-    nonce: bytes
+    nonce: _Nonce
     proof: bytes
     """That the head knows the token."""
 
@@ -51,8 +63,8 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
 class Registration(msgspec.Struct, tag=True, frozen=True):
     """The ranks that a headless launcher has, once it knows the head for the right one."""
 
-    start_rank: int
-    num_ranks: int
+    start_rank: _Rank
+    num_ranks: _Rank
     facts: Facts
     proof: bytes
     """That the launcher knows the token."""
@@ -70,9 +82,11 @@ class Accepted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The launcher is not let in; one readable sentence says why, and what to do. The connection ends."""
+    """The launcher is not let in, or is let go; one readable sentence says why, and what to do. The connection ends."""
 
     message: str
+    may_pass: bool = False
+    """Whether the same launcher may be let in a little later."""
 
 
 class MetricFiles(msgspec.Struct, tag=True, frozen=True):

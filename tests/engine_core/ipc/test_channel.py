@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 import threading
 
 import pytest
@@ -46,6 +47,19 @@ def test_a_message_larger_than_the_sockets_buffer_passes(pair: Pair) -> None:
     assert pair[1].receive() == message
     sender.join()
     for channel in pair:
+        channel.close()
+
+
+def test_a_side_that_does_not_read_is_given_up_in_time() -> None:
+    """And nothing follows the half of a frame that it may have got."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, 100_000))
+    channels: Pair = ControlChannel(ours, ToApiServer), ControlChannel(theirs, ToApiServer)
+    with pytest.raises(ChannelClosedError, match="does not read"):
+        channels[0].send(EngineLost(0, 0, "x" * 3_000_000))
+    for channel in channels:
+        with pytest.raises(ChannelClosedError):
+            channel.receive()
         channel.close()
 
 

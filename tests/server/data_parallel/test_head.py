@@ -1,7 +1,11 @@
 """The head and headless launchers over real connections, without engine cores: who is let in, what becomes of it."""
 
+import contextlib
+import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +20,25 @@ from tests.support.server import wait_for
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.control import EngineLost, EngineStalled, MetricsWanted
+from tokenmill_engine.ipc.sockets import public_key
 from tokenmill_engine.messages import Endpoints, EngineReady
 from tokenmill_server.config import DataParallelConfig
 from tokenmill_server.data_parallel import head, joining
+from tokenmill_server.data_parallel.authentication import new_nonce
 from tokenmill_server.data_parallel.connection import listen
 from tokenmill_server.data_parallel.head import RemoteEngines
 from tokenmill_server.data_parallel.joining import Head, join
-from tokenmill_server.data_parallel.messages import Facts, HeadStopped, Leaving, MetricFiles, MetricFilesKept
+from tokenmill_server.data_parallel.messages import (
+    Facts,
+    HeadStopped,
+    JoinRequest,
+    Leaving,
+    MetricFiles,
+    MetricFilesKept,
+    Refused,
+    Registration,
+)
+from tokenmill_server.version import __version__
 from tokenmill_server.watcher import Readable, Watcher
 
 FACTS = Facts("model", "digest", {"--dtype": "float32"}, {"--max-num-seqs": "4"})
@@ -30,7 +46,32 @@ HEAD = DataParallelConfig(size=4, size_local=2, address="127.0.0.1", rpc_port=0,
 
 
 def ready(rank: int, incarnation: int = 0) -> EngineReady:
-    return EngineReady(rank, incarnation, Endpoints("tcp://a:1", "tcp://a:2", "key"), 10, 1, 16, 16, "native")
+    """As its launcher says it."""
+    return EngineReady(rank, incarnation, Endpoints("tcp://a:1", "tcp://a:2"), 10, 1, 16, 16, "native")
+
+
+def usable(launcher: Head, rank: int, incarnation: int = 0) -> EngineReady:
+    """The same as the head says it, which knows the key without being told."""
+    told = ready(rank, incarnation)
+    key = public_key(launcher.secret_key)
+    assert len(key) == 40
+    return msgspec.structs.replace(told, endpoints=msgspec.structs.replace(told.endpoints, key=key))
+
+
+def say(stranger: socket.socket, *messages: msgspec.Struct | bytes) -> None:
+    """Whole frames of messages, or of other bytes."""
+    for message in messages:
+        body = message if isinstance(message, bytes) else msgspec.json.encode(message)
+        stranger.sendall(len(body).to_bytes(4, "little") + body)
+
+
+def everything(stranger: socket.socket) -> bytes:
+    """What the head says until it ends the connection."""
+    stranger.settimeout(20)
+    said = bytearray()
+    while data := stranger.recv(1 << 16):
+        said += data
+    return bytes(said)
 
 
 class Rendezvous:
@@ -115,7 +156,21 @@ def test_a_launcher_joins_and_tells_of_its_engine_cores(rendezvous: Rendezvous, 
     joined.channel.send(EngineLost(2, 0, "killed", restarts=True))
     joined.channel.send(ready(2, 1))
     rendezvous.wait_for(
-        ready(2), ready(3), EngineStalled(3, 0, 5.0), EngineLost(2, 0, "killed", restarts=True), ready(2, 1)
+        usable(joined, 2),
+        usable(joined, 3),
+        EngineStalled(3, 0, 5.0),
+        EngineLost(2, 0, "killed", restarts=True),
+        usable(joined, 2, 1),
+    )
+
+
+def test_a_remote_loss_is_never_final(rendezvous: Rendezvous, joined: Head) -> None:
+    """A launcher gives up on an engine core, but another launcher may come."""
+    joined.channel.send(ready(2))
+    joined.channel.send(EngineLost(2, 0, "engine core 2 was killed", restarts=False))
+    rendezvous.wait_for(
+        usable(joined, 2),
+        EngineLost(2, 0, "engine core 2 was killed, and its launcher does not start it again", restarts=True),
     )
 
 
@@ -133,20 +188,21 @@ def test_a_lost_launcher_may_come_back(rendezvous: Rendezvous, joined: Head, cap
     joined.channel.send(Leaving("told to stop"))
     joined.channel.close()
     lost = EngineLost(2, 1, "engine core 2 is gone with its launcher", restarts=True)
-    rendezvous.wait_for(ready(2, 1), lost)
+    first = usable(joined, 2, 1)
+    rendezvous.wait_for(first, lost)
     assert rendezvous.remote.missing == [2, 3]
     assert "the launcher of ranks 2 to 3 at 127.0.0.1:" in caplog.text
     assert "is gone: told to stop" in caplog.text
     again = rendezvous.join()
     again.channel.send(ready(2))
     again.channel.send(ready(3))
-    rendezvous.wait_for(ready(2, 1), lost, ready(2, 2), ready(3))
+    rendezvous.wait_for(first, lost, usable(again, 2, 2), usable(again, 3))
     again.channel.close()
     rendezvous.wait_for(
-        ready(2, 1),
+        first,
         lost,
-        ready(2, 2),
-        ready(3),
+        usable(again, 2, 2),
+        usable(again, 3),
         EngineLost(2, 2, "engine core 2 is gone with its launcher", restarts=True),
         EngineLost(3, 0, "engine core 3 is gone with its launcher", restarts=True),
     )
@@ -169,7 +225,8 @@ def test_launchers_that_do_not_fit(rendezvous: Rendezvous, changes: dict[str, An
     assert rendezvous.remote.missing == [2, 3]
 
 
-def test_a_rank_has_one_launcher(rendezvous: Rendezvous) -> None:
+def test_a_rank_has_one_launcher(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_PATIENCE_S", 0.2)
     rendezvous.join(2, 1)
     with pytest.raises(
         ConfigError, match=r"the launcher of rank 2 at .* has joined already; free: rank 3; use another"
@@ -178,6 +235,19 @@ def test_a_rank_has_one_launcher(rendezvous: Rendezvous) -> None:
     rendezvous.join(3, 1)
     with pytest.raises(ConfigError, match=r"the launcher of rank 3 at .* has joined already; no rank is free"):
         rendezvous.join(3, 1)
+
+
+def test_a_launcher_that_replaces_another_waits_until_that_one_is_known_to_be_gone(
+    rendezvous: Rendezvous, joined: Head, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as pool:
+        future: Future[Head] = pool.submit(rendezvous.join)
+        wait_for(lambda: "which may pass within seconds: the launcher of ranks 2 to 3" in caplog.text, 10, "a refusal")
+        assert not future.done()
+        joined.channel.close()
+        again = future.result(timeout=10)
+    again.channel.send(ready(2))
+    rendezvous.wait_for(usable(again, 2))
 
 
 def test_what_differs_is_named(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,9 +277,105 @@ def test_strangers_are_let_go(rendezvous: Rendezvous, monkeypatch: pytest.Monkey
             stranger.sendall(said)
             assert stranger.recv(100) == b""
     with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
-        body = msgspec.json.encode(MetricFiles({"counter_1.db": b""}))
-        stranger.sendall(len(body).to_bytes(4, "little") + body)
-        assert b"a launcher registers before it says anything else" in stranger.recv(1000)
+        say(stranger, MetricFiles({"counter_1.db": b""}))
+        assert b"a launcher registers before it says anything else" in everything(stranger)
+    rendezvous.join()
+
+
+def test_a_stranger_that_asks_again_and_again_holds_up_nobody(rendezvous: Rendezvous) -> None:
+    """Nor does one that reads no answer."""
+    with (
+        socket.create_connection(("127.0.0.1", rendezvous.port), 5) as reading,
+        socket.create_connection(("127.0.0.1", rendezvous.port), 5) as deaf,
+    ):
+        say(reading, JoinRequest(__version__, b"1"), JoinRequest(__version__, b"2"))
+        answers = everything(reading)
+        assert answers.count(b"Challenge") == 1
+        assert b"a launcher asks to join once" in answers
+        with contextlib.suppress(ConnectionError):
+            for _ in range(50_000):
+                say(deaf, JoinRequest(__version__, b"1"))
+        rendezvous.join()
+
+
+NUMBERS = {"start_rank": 2, "num_ranks": 1, "facts": msgspec.to_builtins(FACTS), "proof": "", "type": "Registration"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        msgspec.json.encode(NUMBERS | {"num_ranks": 2**64 - 1}),
+        msgspec.json.encode(NUMBERS | {"start_rank": 2**63 - 1, "num_ranks": 2}),
+        msgspec.json.encode(NUMBERS | {"start_rank": -(2**63)}),
+        msgspec.json.encode(NUMBERS | {"num_ranks": 10**9}),
+        msgspec.json.encode(NUMBERS).replace(b":2", b":" + b"9" * 5000),
+        b'{"type":"Registration","facts":' + 20_000 * b"[" + 20_000 * b"]" + b"}",
+        b'{"x":' + 30_000 * b"[" + 30_000 * b"]" + b',"type":"JoinRequest"}',
+        b"\xff" * 100,
+    ],
+)
+@pytest.mark.parametrize("token", ["secret", None])
+def test_no_message_of_a_stranger_ends_the_head(tmp_path: Path, said: bytes, token: str | None) -> None:
+    rendezvous = Rendezvous(tmp_path, replace(HEAD, token=token))
+    try:
+        with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
+            say(stranger, JoinRequest(__version__, new_nonce()), said)
+            everything(stranger)
+        rendezvous.join(token=token)
+        assert rendezvous.updates == []
+    finally:
+        rendezvous.stop()
+
+
+def test_ranks_out_of_range_are_no_message() -> None:
+    decoder = msgspec.json.Decoder(Registration)
+    assert decoder.decode(msgspec.json.encode(NUMBERS)).ranks == range(2, 3)
+    for number in (-1, 65536, 2**64):
+        with pytest.raises(msgspec.ValidationError):
+            decoder.decode(json.dumps(NUMBERS | {"num_ranks": number}))
+
+
+def test_a_stranger_cannot_fill_the_heads_memory_or_its_log(
+    rendezvous: Rendezvous, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
+        stranger.sendall((64 * 1024 + 1).to_bytes(4, "little"))
+        assert everything(stranger) == b""
+    version = "0\nERROR: all is lost" + 30_000 * "!"
+    with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
+        say(stranger, JoinRequest(version, b"1"))
+        answer = everything(stranger)
+    assert len(answer) < 300
+    assert b"and this launcher '0\\\\nERROR: all" in answer
+    assert "\nERROR: all" not in caplog.text
+    assert len(caplog.text) < 2000
+
+
+@pytest.mark.parametrize("again", [JoinRequest("0.0.0", b"1"), Registration(2, 2, FACTS, b"")])
+def test_a_launcher_that_is_let_go_takes_its_ranks_along(
+    rendezvous: Rendezvous, joined: Head, again: JoinRequest | Registration
+) -> None:
+    joined.channel.send(ready(2))
+    rendezvous.wait_for(usable(joined, 2))
+    joined.channel.send(again)
+    rendezvous.wait_for(usable(joined, 2), EngineLost(2, 0, "engine core 2 is gone with its launcher", restarts=True))
+    assert isinstance(joined.channel.receive(), Refused)
+    assert rendezvous.remote.missing == [2, 3]
+
+
+def test_a_launcher_that_does_not_read_is_lost(rendezvous: Rendezvous, joined: Head) -> None:
+    """The head is held up for a moment, then it goes on without it."""
+    joined.channel.send(ready(2))
+    frame = msgspec.json.encode(MetricFiles({}))
+    [accepted] = rendezvous.remote._launchers.values()
+    with socket.socket(fileno=socket.dup(accepted.channel.fileno())) as connection:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # megabytes would take long to fill
+            connection.setsockopt(socket.SOL_SOCKET, buffer, 4096)
+    with contextlib.suppress(OSError), socket.socket(fileno=socket.dup(joined.channel.fileno())) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        while True:
+            say(connection, *[frame] * 1000)
+    rendezvous.wait_for(usable(joined, 2), EngineLost(2, 0, "engine core 2 is gone with its launcher", restarts=True))
     rendezvous.join()
 
 
@@ -250,12 +416,96 @@ def test_metrics_are_fetched_from_all_launchers(rendezvous: Rendezvous) -> None:
     assert fetched.wait(10)
 
 
+def test_a_launcher_that_does_not_answer_is_not_asked_for_ever(rendezvous: Rendezvous, joined: Head) -> None:
+    """It may be stopped; its connection must not fill up meanwhile."""
+    num_fetched = 0
+
+    def fetched() -> None:
+        nonlocal num_fetched
+        num_fetched += 1
+
+    for _ in range(40):
+        rendezvous.run(lambda: rendezvous.remote.fetch_metrics(fetched))
+    assert num_fetched == 24
+    asked = [joined.channel.receive() for _ in range(16)]
+    assert asked == [MetricsWanted(number) for number in range(1, 17)]
+    for number in range(1, 17):
+        joined.channel.send(MetricFiles({}, answers=number))
+    wait_for(lambda: num_fetched == 40, 10, "answers")
+    rendezvous.run(lambda: rendezvous.remote.fetch_metrics(fetched))
+    assert joined.channel.receive() == MetricsWanted(41)
+
+
 def test_an_orderly_end_is_told(rendezvous: Rendezvous, joined: Head) -> None:
-    rendezvous.run(rendezvous.remote.say_goodbye)
-    assert isinstance(joined.channel.receive(), HeadStopped)
-    rendezvous.stop()
+    """Who has not joined yet looks for another head."""
+    with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
+        say(stranger, JoinRequest(__version__, b"1"))
+        assert b"Challenge" in stranger.recv(1000)
+        rendezvous.run(rendezvous.remote.say_goodbye)
+        assert isinstance(joined.channel.receive(), HeadStopped)
+        rendezvous.stop()
+        assert everything(stranger) == b""
     with pytest.raises(ChannelClosedError):
         joined.channel.receive()
+
+
+def test_a_head_that_is_about_to_end_is_not_there_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def end(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            say(connection, HeadStopped())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        future: Future[Head] = pool.submit(join, replace(HEAD, start_rank=2, headless=True, rpc_port=port), FACTS)
+        end(listener)
+        listener.close()
+        rendezvous = Rendezvous(tmp_path, replace(HEAD, rpc_port=port))
+        future.result(timeout=20).channel.close()
+        rendezvous.stop()
+
+
+STARVED = """
+import os, resource, socket, sys, time
+from pathlib import Path
+from tests.server.data_parallel.test_head import FACTS, HEAD, say
+from tokenmill_server.data_parallel.head import RemoteEngines
+from tokenmill_server.data_parallel.messages import JoinRequest
+from tokenmill_server.watcher import Watcher
+
+watcher = Watcher()
+remote = RemoteEngines(HEAD, FACTS, watcher, Path("."))
+launcher = socket.create_connection(("127.0.0.1", int(remote.address.rpartition(":")[2])))
+say(launcher, JoinRequest("0.0.0", b""))
+launcher.setblocking(False)
+unused = os.dup(0)
+os.close(unused)
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (unused, limits[1]))
+
+def serve(seconds):
+    num_wakeups, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        events = watcher.wait(max(0.0, min(remote.next_tick, end) - time.monotonic()))
+        num_wakeups += len(events)
+        for event in events:
+            remote.handle(event)
+        remote.tick()
+    return num_wakeups
+
+assert 1 <= serve(1.0) <= 11
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+serve(1.0)
+assert b"Refused" in launcher.recv(1000)
+remote.close()
+"""
+
+
+def test_without_file_descriptors_the_head_waits() -> None:
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cannot accept a launcher: [Errno 24]" in done.stderr
 
 
 def test_missing_ranks_are_named_again_and_again(
