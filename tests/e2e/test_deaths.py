@@ -26,7 +26,7 @@ def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> None:
 
 
 def test_killed_engine_core(tiny_model: Path) -> None:
-    """The only one. Four streams, four plain requests and four that wait: each gets an error within 5 s, new ones at
+    """The only one. Four streams, four plain requests and four that wait: each gets an error within 10 s, new ones at
     once, health says no, and the server ends with a status and a line that tell."""
     with traced_server(str(tiny_model), *TINY_FLAGS, "-asc", "2", "--max-num-seqs", "8") as (
         server,
@@ -37,24 +37,24 @@ def test_killed_engine_core(tiny_model: Path) -> None:
             BackgroundStream(server.url, "/v1/completions", **ENDLESS, stream=stream)
             for stream in (*[True] * 4, *[False] * 4, *[True] * 4)
         ]
-        wait_for(lambda: server.metric("num_requests_running") == 8, 20, "eight running requests")
+        wait_for(lambda: server.metric("num_requests_running") == 8, 30, "eight running requests")
         killed_at = time.monotonic()
         server.kill(server.engine_pids()[0])
-        wait_for(lambda: health(server) in (503, None), 5, "an unhealthy server")
+        wait_for(lambda: health(server) in (503, None), 10, "an unhealthy server")
         refused = try_to_complete(server)
         assert refused is None or refused.status_code >= 500
         for call in calls:
-            stream = call.result(5)
-            assert call.ended_at - killed_at < 5
+            stream = call.result(10)
+            assert call.ended_at - killed_at < 10
             assert stream.error is not None or stream.status >= 500
             if stream.error is not None:
                 assert stream.done
                 assert "engine core 0" in stream.error["message"]
             else:
                 assert "engine core 0" in json.loads(stream.body)["error"]["message"]
-        assert server.process.wait(10) == 1
+        assert server.process.wait(20) == 1
         assert server.log.splitlines()[-1].startswith("tokenmill: error: engine core 0 was killed (SIGKILL)")
-        wait_for_end(processes, 1)
+        wait_for_end(processes, 5)
         assert list(folder.iterdir()) == []
 
 
@@ -80,7 +80,7 @@ def test_launcher_killed_before_the_configuration_is_known(tiny_model: Path) -> 
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
         wait_for_end(processes, 10)
-        wait_for(lambda: list(folder.iterdir()) == [], 1, "an empty folder for temporary files")
+        wait_for(lambda: list(folder.iterdir()) == [], 5, "an empty folder for temporary files")
 
 
 def test_stopped_processes_do_not_hold_up_the_end(tiny_model: Path) -> None:
@@ -89,5 +89,5 @@ def test_stopped_processes_do_not_hold_up_the_end(tiny_model: Path) -> None:
         processes = server.descendants()
         os.kill(server.engine_pids()[0], signal.SIGSTOP)
         assert server.stop() == 0
-        wait_for_end(processes, 1)
+        wait_for_end(processes, 5)
         assert list(folder.iterdir()) == []

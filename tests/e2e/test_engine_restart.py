@@ -1,7 +1,9 @@
 """An engine core of several dies or hangs: its requests get an answer, the others go on, and it comes back."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -9,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
+from tests.support.held_thread import held_main_thread
 from tests.support.server import Server, check_error, start_server, wait_for
 from tests.support.streams import BackgroundStream
 
@@ -76,24 +80,16 @@ def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server
     for one in (*lost[:2], kept):
         one.wait_for_events(3)
     wait_for(lambda: server.metric("num_requests_running", engine="1") == 3, 20, "three running requests")
+    processes = {process.pid for process in server.descendants()}
     killed_at = time.monotonic()
     server.kill(server.engine_pids()[1])
-    for one in lost:
-        answer = one.result(10)
-        assert one.ended_at - killed_at < 5
-        if answer.error is not None:
-            assert answer.done
-            error = answer.error
-            assert [event for event in answer.events if "error" in event] == answer.events[-1:]
-        else:
-            assert answer.status == 500
-            error = json.loads(answer.body)["error"]
-        assert error["code"] == "engine_dead"
-        assert error["message"].startswith("engine core 1 was killed (SIGKILL)")
-    check_rotation_without(server, 1)
-    seen = len(kept.stream.events)
-    kept.wait_for_events(seen + 20)
-    assert kept.is_alive()
+    newcomer = wait_for_newcomer(server, processes)
+    with held_main_thread(newcomer):
+        check_answered(lost, killed_at)
+        check_rotation_without(server, 1)
+        seen = len(kept.stream.events)
+        kept.wait_for_events(seen + 20)
+        assert kept.is_alive()
     wait_until_all_serve(server)
     assert pinned(server, 1).status_code == 200
     assert server.metric("engine_restarts_total", engine="1") == restarts + 1
@@ -105,11 +101,25 @@ def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server
     assert kept.stream.error is None
 
 
+def check_answered(lost: list[BackgroundStream], killed_at: float) -> None:
+    """By an error each, and soon."""
+    for one in lost:
+        answer = one.result(10)
+        assert one.ended_at - killed_at < 10
+        if answer.error is not None:
+            assert answer.done
+            error = answer.error
+            assert [event for event in answer.events if "error" in event] == answer.events[-1:]
+        else:
+            assert answer.status == 500
+            error = json.loads(answer.body)["error"]
+        assert error["code"] == "engine_dead"
+        assert error["message"].startswith("engine core 1 was killed (SIGKILL)")
+
+
 def check_rotation_without(server: Server, rank: int) -> None:
     """While `rank` is gone the server is healthy, says so, and uses the other one."""
-    for status, missing in healths(server):
-        assert status == 200
-        assert [(engine["engine"], engine["status"]) for engine in missing] == [(rank, "restarting")]
+    wait_for(lambda: all(misses_only(rank, *health) for health in healths(server)), 20, "health that tells of it")
     refused = pinned(server, rank)
     assert check_error(refused, 503)["code"] == "engine_unavailable"
     assert refused.headers["retry-after"] == "1"
@@ -120,6 +130,30 @@ def check_rotation_without(server: Server, rank: int) -> None:
         assert server.text("a", max_tokens=2)
 
 
+def misses_only(rank: int, status: int, missing: list[dict[str, Any]]) -> bool:
+    """Whether health tells that `rank` is restarted. That is never a reason to be unhealthy."""
+    assert status == 200
+    return [(engine["engine"], engine["status"]) for engine in missing] == [(rank, "restarting")]
+
+
+def wait_for_newcomer(server: Server, known: set[int]) -> int:
+    """The pid of an engine core that has just been started and is far from ready; `known` are the older processes."""
+    newcomers: list[int] = []
+
+    def has_come() -> bool:
+        with contextlib.suppress(psutil.Error):
+            newcomers.extend(
+                process.pid
+                for process in server.descendants()
+                if process.pid not in known
+                and re.search(r"tokenmill_engine\.process|tokenmill: engine core", " ".join(process.cmdline()))
+            )
+        return bool(newcomers)
+
+    wait_for(has_come, 20, "restarted engine core", poll_s=0.01)
+    return newcomers[0]
+
+
 def test_an_engine_core_that_is_stopped_is_replaced_within_seconds(server: Server) -> None:
     hung, kept = stream(server, 0), stream(server, 1)
     hung.wait_for_events()
@@ -127,7 +161,7 @@ def test_an_engine_core_that_is_stopped_is_replaced_within_seconds(server: Serve
     stopped_at = time.monotonic()
     os.kill(server.engine_pids()[0], signal.SIGSTOP)
     error = hung.result(20).error
-    assert hung.ended_at - stopped_at < 10
+    assert hung.ended_at - stopped_at < 15
     assert error is not None
     assert error["message"] == "engine core 0 was stopped (SIGSTOP) for 5 s and was killed"
     assert kept.is_alive()
@@ -144,8 +178,8 @@ def test_an_api_server_that_is_stopped_is_replaced_within_seconds(server: Server
     stopped_at = time.monotonic()
     os.kill(server.api_server_pids()[0], signal.SIGSTOP)
     wait_for(lambda: any(one.stream.broken for one in streams), 20, "broken stream")
-    assert time.monotonic() - stopped_at < 10
-    wait_for(lambda: "API server 0 was stopped (SIGSTOP) for 5 s and was killed" in server.log, 10, "line that says so")
+    assert time.monotonic() - stopped_at < 15
+    wait_for(lambda: "API server 0 was stopped (SIGSTOP) for 5 s and was killed" in server.log, 20, "line that says so")
     wait_for(lambda: len(server.api_server_pids()) == 2, 30, "second API server")
     assert any(one.is_alive() for one in streams)
     assert all(one.is_alive() or one.stream.broken for one in streams)
@@ -155,11 +189,12 @@ def test_an_api_server_that_is_stopped_is_replaced_within_seconds(server: Server
 
 
 def test_everybody_comes_back_when_an_api_server_dies_while_an_engine_core_loads(server: Server) -> None:
+    num_lost, num_replaced = (server.log.count(line) for line in ("starting it again", "starting another"))
     server.kill(server.engine_pids()[1])
-    wait_for(lambda: len(server.engine_pids()) == 1 or healths(server)[0][1], 10, "loss of an engine core")
+    wait_for(lambda: server.log.count("starting it again") > num_lost, 20, "loss of an engine core")
     for pid in server.api_server_pids():
         server.kill(pid)
-    wait_for(lambda: server.log.count("starting another") >= 2, 10, "replacements")
+    wait_for(lambda: server.log.count("starting another") == num_replaced + 2, 20, "replacements")
     wait_until_all_serve(server)
     for _ in range(4):
         assert pinned(server, 1).status_code == 200
@@ -168,13 +203,13 @@ def test_everybody_comes_back_when_an_api_server_dies_while_an_engine_core_loads
 def test_a_drain_while_an_engine_core_loads(tiny_model: Path) -> None:
     """What is open on the other one is finished, and the end is a good one."""
     with start_server(str(tiny_model), *TINY_FLAGS, "-dp", "2") as server:
-        fields = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True}
+        fields = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
         kept = BackgroundStream(server.url, "/v1/completions", headers={"X-Data-Parallel-Rank": "0"}, **fields)
         kept.wait_for_events()
         server.kill(server.engine_pids()[1])
-        wait_for(lambda: "starting it again" in server.log, 10, "restart")
-        assert server.stop() == 0
-        answer = kept.result(5)
+        wait_for(lambda: "starting it again" in server.log, 20, "restart")
+        assert server.stop(timeout_s=60) == 0
+        answer = kept.result(10)
         assert answer.error is None
         assert answer.finish_reasons() == ["length"]
         assert server.log.splitlines()[-1].endswith("all requests are finished; stopped")
