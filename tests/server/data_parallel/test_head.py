@@ -366,17 +366,19 @@ def test_a_launcher_that_is_let_go_takes_its_ranks_along(
 def test_a_launcher_that_does_not_read_is_lost(rendezvous: Rendezvous, joined: Head) -> None:
     """The head is held up for a moment, then it goes on without it."""
     joined.channel.send(ready(2))
-    frame = msgspec.json.encode(MetricFiles({}))
+    rendezvous.wait_for(usable(joined, 2))
     [accepted] = rendezvous.remote._launchers.values()
-    with socket.socket(fileno=socket.dup(accepted.channel.fileno())) as connection:
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # megabytes would take long to fill
-            connection.setsockopt(socket.SOL_SOCKET, buffer, 4096)
-    with contextlib.suppress(OSError), socket.socket(fileno=socket.dup(joined.channel.fileno())) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        while True:
-            say(connection, *[frame] * 1000)
-    rendezvous.wait_for(usable(joined, 2), EngineLost(2, 0, "engine core 2 is gone with its launcher", restarts=True))
-    rendezvous.join()
+    connection, heads_end = (socket.socket(fileno=socket.dup(each.channel.fileno())) for each in (joined, accepted))
+    with connection, heads_end:
+        heads_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # megabytes would take long to fill
+        with ThreadPoolExecutor(1) as pool:
+            flood = pool.submit(say, connection, *[MetricFiles({})] * 1_000_000)
+            lost = EngineLost(2, 0, "engine core 2 is gone with its launcher", restarts=True)
+            rendezvous.wait_for(usable(joined, 2), lost)
+            rendezvous.join()
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            assert isinstance(flood.exception(10), OSError)
 
 
 def test_what_a_launcher_says_of_other_ranks_ends_its_connection(rendezvous: Rendezvous, joined: Head) -> None:
