@@ -38,7 +38,7 @@ def test_without_restarts_a_dead_one_stays_away_and_the_last_one_ends_the_server
         killed = time.monotonic()
         kill_engine(run, 0)
         run.wait(1)
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < 15
         assert len(re.findall("hears EngineLost", run.children_log)) == 2
         assert run.log.splitlines()[-1].startswith("error: engine core 0 was killed (SIGKILL)")
 
@@ -139,7 +139,7 @@ def test_stopped_children_are_replaced() -> None:
         stopped = time.monotonic()
         run.wait_for(r"engine core 0 was stopped \(SIGSTOP\) for 5 s and was killed; .* starting it again")
         run.wait_for(r"API server 1 was stopped \(SIGSTOP\) for 5 s and was killed; .* starting another")
-        assert time.monotonic() - stopped < 10
+        assert time.monotonic() - stopped < 15
         run.wait_for(r"engine 0\.1 pid")
         run.wait_for(r"api 1\.1 hears EnginesReady")
         run.process.send_signal(signal.SIGTERM)
@@ -162,10 +162,10 @@ def test_the_pause_of_the_whole_server_is_nobodys_fault() -> None:
 
 
 def test_a_stalled_engine_core_is_told_of_and_killed_in_the_end() -> None:
-    with launched("-dp", "2", "--engine-stall-timeout", "2", engine="stall:1,ready") as run:
-        run.wait_for("engine core 1 is stalled: it has work but finished no step for 2 s")
+    with launched("-dp", "2", "--engine-stall-timeout", "5", engine="stall:1,ready") as run:
+        run.wait_for("engine core 1 is stalled: it has work but finished no step for 5 s")
         run.wait_for("hears EngineStalled")
-        run.wait_for("engine core 1 had work but finished no step for 4 s and was killed; .* starting it again")
+        run.wait_for("engine core 1 had work but finished no step for 10 s and was killed; .* starting it again")
         run.wait_for("hears EngineBack")
         assert "engine core 0" not in run.log
         run.process.send_signal(signal.SIGTERM)
