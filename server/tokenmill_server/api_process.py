@@ -22,7 +22,7 @@ import uvloop
 import zmq
 
 from tokenmill_engine.config.model_files import read_tokenizer_facts
-from tokenmill_engine.errors import EngineDeadError, TokenmillError, describe_os_error
+from tokenmill_engine.errors import TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import (
     Drain,
@@ -53,6 +53,7 @@ from tokenmill_server.context import ServerContext
 from tokenmill_server.control import ApiServerStart
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.engine_connections import EngineConnections
 from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.http_server import HttpServer
 from tokenmill_server.processing.chat_template import ChatTemplate
@@ -71,8 +72,8 @@ ACCEPT_COUNTS_FILE = "accept.counts"
 
 _LAST_WORDS_S = 1.0
 """How long cut-off requests have to deliver their error."""
-_EXPLANATION_S = 2.0
-"""How long the launcher has to tell why a connection to an engine core broke."""
+_PATIENCE_S = 1.0
+"""How long to wait for connections to engine cores before who asks is told which are missing."""
 _GC_THRESHOLDS = (10_000, 10, 10)
 """Tokens make much garbage but no cycles; look for those rarely."""
 
@@ -162,6 +163,9 @@ class ApiServer:
         self._start = start
         self._context = context
         self._channel = channel
+        self._engines = EngineConnections(
+            context.generator, context.readiness, self._begin, start.engine.data_parallel_first_rank
+        )
         self._events: asyncio.Queue[ApiControl | asyncio.Task[bool]] = asyncio.Queue()
         """Messages of the launcher, and what they set off once it is done."""
         self._counts = ConnectionCounts(
@@ -179,7 +183,6 @@ class ApiServer:
         with socket.socket(fileno=self._start.listen_fd) as listener:
             server = HttpServer(create_app(self._context), listener, self._counts)
             self._context.generator.after_outputs(server.flush)
-            self._context.generator.on_connection_broken(lambda engine: self._begin(self._reconnect(engine)))
             loop.add_reader(self._channel.fileno(), self._receive)
             self._receive()
             if self._events.empty():  # engine cores are loading: who asks is told so
@@ -196,17 +199,18 @@ class ApiServer:
         while True:
             match await self._events.get():
                 case EnginesReady() as ready:
-                    for lost in ready.lost:
-                        self._on_engine_lost(lost)
-                    self._begin(self._on_ready(server, ready))
+                    self._limit_length(ready.engines)
+                    self._engines.introduce(ready)
+                    self._begin(self._serve(server))
                 case EngineLost() as lost:
-                    self._on_engine_lost(lost)
+                    self._engines.lost(lost)
                 case EngineStalled() | EngineRecovered() as change:
-                    self._on_stall(change)
+                    self._engines.stalls(change)
                 case MetricsFetched(number=number) if self._context.remote_metrics is not None:
                     self._context.remote_metrics.fetched(number)
                 case EngineBack(engine=engine):
-                    self._begin(self._connect(engine))
+                    self._limit_length([engine])
+                    self._engines.connect(engine)
                 case Drain() if self._drains:
                     self._cut_off(server)
                 case Drain(timeout_s=timeout_s):
@@ -215,9 +219,11 @@ class ApiServer:
                 case asyncio.Task() as task if task.result():
                     return
 
-    def _begin(self, work: Coroutine[Any, Any, bool]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
         """Runs `work` beside the messages. Its result says whether the process is to end; its error ends it too."""
-        asyncio.get_running_loop().create_task(work).add_done_callback(self._events.put_nowait)
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._events.put_nowait)
+        return task
 
     def _receive(self) -> None:
         try:
@@ -229,52 +235,22 @@ class ApiServer:
         except ChannelClosedError:
             exit_orphaned(self._start.run_dir)
 
-    async def _on_ready(self, server: HttpServer, ready: EnginesReady) -> bool:
-        for engine in ready.engines:
-            await self._connect(engine)
-        for stalled in ready.stalled:
-            self._on_stall(stalled)
-        self._context.readiness.open()
+    def _limit_length(self, engines: list[EngineReady]) -> None:
+        """Every engine core must be able to hold every request."""
+        inputs = self._context.inputs
+        inputs.max_model_len = min([inputs.max_model_len, *(engine.max_model_len for engine in engines)])
+
+    async def _serve(self, server: HttpServer) -> bool:
+        """Accepts connections with the first engine core, or without any if that takes long. Tells the launcher once
+        there is one and the others had their time."""
+        await self._engines.wait_for_one(_PATIENCE_S)
         if not self._drains:
             server.open()
+        await self._engines.wait_for_all(_PATIENCE_S)
+        await self._engines.wait_for_one()
         if self._context.readiness.phase is not Phase.DEAD:
             _tell(self._channel, Serving(), self._start.run_dir)
         return False
-
-    async def _connect(self, engine: EngineReady) -> bool:
-        """From now on the engine core gets requests, unless it is lost meanwhile."""
-        context = self._context
-        context.inputs.max_model_len = min(context.inputs.max_model_len, engine.max_model_len)
-        try:
-            await context.generator.connect(engine)
-        except EngineDeadError as error:
-            logger.error("%s", error)  # the launcher knows as well
-        else:
-            context.readiness.engine_joined(engine.engine)
-        return False
-
-    async def _reconnect(self, engine: EngineReady) -> bool:
-        """After its connection broke. If the engine core has ended, the launcher is about to tell why. If it lives,
-        what is open there fails all the same: answers may be lost. Then it is connected anew."""
-        context = self._context
-        await asyncio.sleep(_EXPLANATION_S)
-        if context.generator.misses(engine):
-            reason = f"the connection to engine core {context.engine_config.rank_of(engine.engine)} broke"
-            logger.error("%s; connecting again", reason)
-            self._on_engine_lost(EngineLost(engine.engine, engine.incarnation - 1, reason, restarts=True))
-        while context.generator.misses(engine):
-            await self._connect(engine)
-        return False
-
-    def _on_engine_lost(self, lost: EngineLost) -> None:
-        """Whoever waits for it is told so now."""
-        self._context.readiness.engine_lost(lost)
-        self._context.generator.engine_lost(lost)
-
-    def _on_stall(self, change: EngineStalled | EngineRecovered) -> None:
-        """What is open there goes on waiting: the launcher ends an engine core that is stalled for too long."""
-        self._context.readiness.engine_stalls(change)
-        self._context.generator.engine_stalls(change)
 
     async def _drain(self, server: HttpServer, timeout_s: float) -> bool:
         context = self._context

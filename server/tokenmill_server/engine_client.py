@@ -35,7 +35,8 @@ from tokenmill_server.connection_watch import ConnectionWatch
 OutputHandler = Callable[[StepOutput], None]
 
 _CONNECT_TIMEOUT_S = 30.0
-_CONNECT_POLL_S = 0.001
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
+"""Between two looks whether a socket is connected: local ones are at once, others may not be for ever."""
 
 
 @dataclass(slots=True)
@@ -44,6 +45,8 @@ class _Link:
 
     input: "zmq.Socket[bytes]"
     output: "zmq.Socket[bytes]"
+    incarnation: int
+    """Of the engine core at their other end."""
     watch: ConnectionWatch | None = None
     """Of an engine core on another machine: on this one only its death cuts a connection, and the launcher tells."""
 
@@ -59,7 +62,8 @@ class EngineClient:
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out everything that had come."""
         self.on_connection_broken: Callable[[EngineReady], None] = _nobody_reconnects
-        """Called when an engine core is not connected any more, though it may live: answers may have been lost."""
+        """Called when an engine core is not connected any more, though it may live: answers may have been lost, and it
+        gets no requests until it is connected anew."""
         self._hello = Hello(client, incarnation)
         self._identity = client_identity(client)
         self._ids = RequestIds(client, incarnation)
@@ -67,7 +71,9 @@ class EngineClient:
         self._context.setsockopt(zmq.IMMEDIATE, 1)  # writable only once connected
         self._links: dict[int, _Link] = {}
         self._lost: dict[int, EngineLost] = {}
-        """Why an incarnation of an engine is gone, the last one. It may be lost before this has connected to it."""
+        """The last loss of each engine. An incarnation may be lost before this has connected to it."""
+        self._absences: dict[int, str] = {}
+        """Why engines that were connected are not any more."""
         self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
@@ -80,13 +86,14 @@ class EngineClient:
         its greeting on, the engine reports its load also while this client has nothing there.
 
         Raises:
-            EngineDeadError: it was lost meanwhile, or does not answer.
+            EngineDeadError: it was lost already or meanwhile, or does not answer.
         """
         engine = ready.engine
+        self._check_alive(ready)
         self.balancer.lost(engine)
         output = await self._connect(ready, ready.endpoints.output)
         try:
-            link = _Link(await self._connect(ready, ready.endpoints.input), output)
+            link = _Link(await self._connect(ready, ready.endpoints.input), output, ready.incarnation)
         except BaseException:
             output.close()
             raise
@@ -94,9 +101,12 @@ class EngineClient:
             link.watch = ConnectionWatch((link.input, output), lambda: self._connection_broke(ready))
         self._loop = asyncio.get_running_loop()
         self._links[engine] = link
+        if not self._send(engine, self._hello):
+            self._close_link(engine)
+            raise EngineDeadError(f"the engine at {ready.endpoints.input} went away at once")
+        self._absences.pop(engine, None)
         self.balancer.joined(engine, ready.kv_cache_tokens)
         self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
-        self._send(engine, self._hello)
         self._read(engine)
 
     def disconnect(self, lost: EngineLost) -> None:
@@ -104,19 +114,20 @@ class EngineClient:
         out first."""
         self._read(lost.engine)
         self._lost[lost.engine] = lost
+        self._absences[lost.engine] = lost.message
         self.balancer.lost(lost.engine)
         if lost.engine in self._links:
             self._close_link(lost.engine)
 
     def misses(self, ready: EngineReady) -> bool:
         """Whether this incarnation of an engine core is not connected, though nobody has said that it is lost."""
-        lost = self._lost.get(ready.engine)
-        is_lost = lost is not None and lost.incarnation >= ready.incarnation
-        return not (is_lost or self._closed or ready.engine in self._links)
+        return not (self._closed or self._loss_of(ready) is not None or ready.engine in self._links)
 
     def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
-        """A stalled engine gets no new requests while others are not stalled, until it recovers."""
-        if change.engine in self._links:
+        """A stalled engine gets no new requests while others are not stalled, until it recovers. Another incarnation
+        than the connected one does not matter."""
+        link = self._links.get(change.engine)
+        if link is not None and link.incarnation == change.incarnation:
             self.balancer.set_stalled(change.engine, isinstance(change, EngineStalled))
 
     def close(self) -> None:
@@ -134,18 +145,17 @@ class EngineClient:
 
         Raises:
             InvalidRequestError: there is no engine `pinned`.
-            EngineUnavailableError: engine `pinned` is gone, for now or for good.
+            EngineUnavailableError: engine `pinned` is gone or not connected, for now or for good.
             EngineDeadError: every engine is gone.
         """
         engine = self.balancer.choose(prompt, pinned)
-        if pinned is not None and self._links and engine not in self._links and engine in self._lost:
-            raise EngineUnavailableError(self._lost[engine].message)
+        if pinned is not None and self._links and engine not in self._links:
+            raise EngineUnavailableError(self._why_absent(engine))
         self._check_connected(engine)
         return engine
 
     def add(self, engine: int, requests: Sequence[AddRequest], prompt: PromptBlocks) -> None:
-        """Hands the sequences of a prompt to `engine`. Each must end in `ended`. Raises EngineDeadError if it is
-        gone."""
+        """Hands the sequences of a prompt to `engine`. Raises EngineDeadError if it is gone."""
         self._check_connected(engine)
         for request in requests:
             if not self._send(engine, request):
@@ -157,10 +167,6 @@ class EngineClient:
         if request_ids and engine in self._links:
             self._send(engine, AbortRequests(request_ids, reason))
 
-    def ended(self, engine: int) -> None:
-        """One request on `engine` is over, whatever the reason."""
-        self.balancer.ended(engine)
-
     def _send(self, engine: int, message: ClientMessage) -> bool:
         """Whether the engine was there to take it: the queue has no limit, so a full one means no connection."""
         try:
@@ -171,12 +177,25 @@ class EngineClient:
 
     def _check_connected(self, engine: int) -> None:
         if engine not in self._links:
-            lost = self._lost.get(engine)
-            raise EngineDeadError("the engine is not connected" if lost is None else lost.message)
+            raise EngineDeadError(self._why_absent(engine))
+
+    def _why_absent(self, engine: int) -> str:
+        return self._absences.get(engine, "the engine is not connected yet")
+
+    def _loss_of(self, ready: EngineReady) -> EngineLost | None:
+        """The loss of this incarnation of an engine core, if it is lost; or of a later one."""
+        lost = self._lost.get(ready.engine)
+        return None if lost is None or lost.incarnation < ready.incarnation else lost
+
+    def _check_alive(self, ready: EngineReady) -> None:
+        lost = self._loss_of(ready)
+        if lost is not None:
+            raise EngineDeadError(lost.message)
 
     def _connection_broke(self, ready: EngineReady) -> None:
         self._read(ready.engine)
         self.balancer.lost(ready.engine)
+        self._absences[ready.engine] = "the connection to the engine broke"
         self._close_link(ready.engine)
         self.on_connection_broken(ready)
 
@@ -213,18 +232,20 @@ class EngineClient:
         self.on_output(message)
 
     async def _connect(self, ready: EngineReady, endpoint: str) -> "zmq.Socket[bytes]":
-        """A socket whose other end has shaken hands."""
+        """A socket whose other end has shaken hands. Whatever ends the wait, no socket stays behind."""
         socket: zmq.Socket[bytes] = connect_dealer(self._context, endpoint, self._identity, ready.endpoints.key)
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-        while not _option(socket, zmq.EVENTS) & zmq.POLLOUT:
-            lost = self._lost.get(ready.engine)
-            is_lost = lost is not None and lost.incarnation >= ready.incarnation
-            if is_lost or self._closed or time.monotonic() > deadline:
-                socket.close()
-                raise EngineDeadError(
-                    lost.message if lost is not None and is_lost else f"the engine does not answer at {endpoint}"
-                )
-            await asyncio.sleep(_CONNECT_POLL_S)
+        poll_s = _MIN_POLL_S
+        try:
+            while not _option(socket, zmq.EVENTS) & zmq.POLLOUT:
+                if self._closed or time.monotonic() > deadline:
+                    raise EngineDeadError(f"the engine does not answer at {endpoint}")
+                await asyncio.sleep(poll_s)
+                self._check_alive(ready)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
+        except BaseException:
+            socket.close()
+            raise
         return socket
 
 

@@ -40,7 +40,7 @@ class EngineFault:
 
     engine: int
     status: str
-    """restarting, dead or stalled."""
+    """restarting, dead, unreachable or stalled."""
     reason: str
 
 
@@ -51,10 +51,12 @@ class Readiness:
         self.phase = Phase.STARTING
         self.reason = _REASONS[Phase.STARTING]
         self._num_engines = num_engines
-        self._is_open = False
-        self._joined: set[int] = set()
+        # An engine core is in one of these at most; in none while it starts or is being connected for the first time.
+        self._joined: dict[int, int] = {}
+        """By engine core, its incarnation."""
         self._lost: dict[int, EngineLost] = {}
-        """Those that serve again are not there any more."""
+        self._unreachable: dict[int, str] = {}
+        """Why, one sentence each."""
         self._stalled: dict[int, EngineStalled] = {}
 
     def move(self, phase: Phase, reason: str | None = None) -> None:
@@ -64,38 +66,52 @@ class Readiness:
         self.phase = phase
         self.reason = reason or _REASONS[phase]
 
-    def open(self) -> None:
-        """Every engine core has started, or was lost: from now on requests are taken whenever one is there."""
-        self._is_open = True
-        if self._joined and self.phase is Phase.STARTING:
-            self.move(Phase.READY)
-
-    def engine_joined(self, engine: int) -> None:
+    def engine_joined(self, engine: int, incarnation: int) -> None:
         """This API server can send requests to `engine`."""
-        self._joined.add(engine)
-        self._lost.pop(engine, None)
-        if self._is_open and self.phase is Phase.STARTING:
+        self._leave(engine)
+        self._joined[engine] = incarnation
+        if self.phase is Phase.STARTING:
             self.move(Phase.READY)
 
     def engine_lost(self, lost: EngineLost) -> None:
         """An engine core is gone. Without any, nothing is taken; without hope for any, nothing ever will be."""
-        self._joined.discard(lost.engine)
-        self._stalled.pop(lost.engine, None)
+        self._leave(lost.engine)
         self._lost[lost.engine] = lost
         if self.phase is Phase.DEAD:
             return
         if len(self._lost) == self._num_engines and not any(each.restarts for each in self._lost.values()):
             self.move(Phase.DEAD, lost.message)
-        elif not self._joined and self.phase in (Phase.STARTING, Phase.READY):
-            self.phase = Phase.STARTING
-            self.reason = f"{lost.message}; it is being restarted"
+        else:
+            self._check_joined()
+
+    def engine_unreachable(self, engine: int, reason: str) -> None:
+        """An engine core lives, but this API server is not connected to it: for now it counts as lost."""
+        self._leave(engine)
+        self._unreachable[engine] = reason
+        self._check_joined()
 
     def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
-        """An engine core gets nothing done, or does again. Requests are taken all the same."""
-        if isinstance(change, EngineRecovered):
-            self._stalled.pop(change.engine, None)
-        elif change.engine in self._joined:
+        """An engine core gets nothing done, or does again. Requests are taken all the same. Another incarnation than
+        the joined one does not matter."""
+        if self._joined.get(change.engine) != change.incarnation:
+            return
+        if isinstance(change, EngineStalled):
             self._stalled[change.engine] = change
+        else:
+            self._stalled.pop(change.engine, None)
+
+    def _leave(self, engine: int) -> None:
+        for group in (self._joined, self._lost, self._unreachable, self._stalled):
+            group.pop(engine, None)
+
+    def _check_joined(self) -> None:
+        """Without any engine core, requests have to wait for one."""
+        if self._joined or self.phase not in (Phase.STARTING, Phase.READY):
+            return
+        self.phase = Phase.STARTING
+        hopes = [f"{lost.message}; it is being restarted" for lost in self._lost.values() if lost.restarts]
+        hopes += self._unreachable.values()
+        self.reason = hopes[-1] if hopes else "engine cores are being connected"
 
     @property
     def engine_faults(self) -> list[EngineFault]:
@@ -104,6 +120,7 @@ class Readiness:
             EngineFault(lost.engine, "restarting" if lost.restarts else "dead", lost.message)
             for lost in self._lost.values()
         ]
+        faults += [EngineFault(engine, "unreachable", reason) for engine, reason in self._unreachable.items()]
         for stalled in self._stalled.values():
             reason = f"it has work but finished no step for {time.time() - stalled.since:.0f} s"
             faults.append(EngineFault(stalled.engine, "stalled", reason))
@@ -112,7 +129,7 @@ class Readiness:
     @property
     def is_stalled(self) -> bool:
         """Whether requests are taken, but by engine cores that get nothing done."""
-        return self.phase is Phase.READY and self._joined == self._stalled.keys()
+        return self.phase is Phase.READY and self._joined.keys() == self._stalled.keys()
 
     def check(self) -> None:
         """Raises the error that a request for inference gets now, if any."""

@@ -42,7 +42,7 @@ class TextGenerator:
         client.on_output = self._on_step
 
     async def connect(self, engine: EngineReady) -> None:
-        """Connects to an engine core, which must be running. Raises EngineDeadError if it is gone."""
+        """Connects to an engine core. Raises EngineDeadError if it is gone or does not answer."""
         await self._client.connect(engine)
 
     def misses(self, engine: EngineReady) -> bool:
@@ -50,7 +50,8 @@ class TextGenerator:
         return self._client.misses(engine)
 
     def on_connection_broken(self, call: Callable[[EngineReady], None]) -> None:
-        """`call` is called when an engine core is not connected any more; what is open there still waits."""
+        """`call` is called when an engine core is not connected any more. It gets no new requests; what is open there
+        still waits."""
         self._client.on_connection_broken = call
 
     def after_outputs(self, call: Callable[[], None]) -> None:
@@ -71,7 +72,7 @@ class TextGenerator:
     ) -> Generation:
         """Sends the request's choices to the engine that the balancer chooses (or the pinned one), all to the same.
 
-        Raises EngineUnavailableError if the pinned engine is gone, EngineDeadError if all are.
+        Raises EngineUnavailableError if the pinned engine is gone or not connected, EngineDeadError if all are gone.
         """
         prompt = self._client.balancer.describe(
             request.prompt_token_ids,
@@ -92,7 +93,7 @@ class TextGenerator:
         """Stops whatever is still open. The listener hears nothing more."""
         open_ids = [choice.request_id for choice in generation.choices if choice.request_id in self._choices]
         for request_id in open_ids:
-            self._forget(request_id, generation.engine)
+            del self._choices[request_id]
         self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
 
     def close_generation(self, generation: Generation) -> None:
@@ -131,13 +132,17 @@ class TextGenerator:
     def engine_lost(self, lost: EngineLost) -> None:
         """Fails everything that is open on an engine that is gone."""
         self._client.disconnect(lost)
-        choices = [choice for choice in self._choices.values() if choice.generation.engine == lost.engine]
-        for generation in {id(choice.generation): choice.generation for choice in choices}.values():
-            self.fail(generation, EngineDeadError(lost.message))
+        self.fail_engine(lost.engine, EngineDeadError(lost.message))
 
     def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
         """New requests go elsewhere while an engine is stalled, if anywhere."""
         self._client.engine_stalls(change)
+
+    def fail_engine(self, engine: int, error: TokenmillError) -> None:
+        """Ends everything that is open on an engine with `error`."""
+        choices = [choice for choice in self._choices.values() if choice.generation.engine == engine]
+        for generation in {id(choice.generation): choice.generation for choice in choices}.values():
+            self.fail(generation, error)
 
     def fail_all(self, error: TokenmillError) -> None:
         """Ends everything that is open with `error`."""
@@ -203,15 +208,11 @@ class TextGenerator:
             self.fail(generation, EngineError("internal error while processing the output"))
             return
         if choice.finish_reason is not None:
-            self._forget(choice.request_id, generation.engine)
+            del self._choices[choice.request_id]
             if stopped:
                 step.stopped.append(choice.request_id)
             if generation.num_open == 0:
                 self._count_finished(generation, step)
-
-    def _forget(self, request_id: int, engine: int) -> None:
-        del self._choices[request_id]
-        self._client.ended(engine)
 
     # --- metrics --------------------------------------------------------------------------------------------------
 

@@ -1,18 +1,23 @@
 """A connection to an engine core on another machine that breaks: answers may be lost, so they end; then all goes on."""
 
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 
-from tests.support.api_server import Server, run_server
+from tests.support.api_server import Server, engine_config, run_server
+from tests.support.far_engines import FarEngine, far_engines, far_way_to
 from tests.support.tcp_proxy import TcpProxy
-from tokenmill_engine.ipc.control import EnginesReady, Serving
-from tokenmill_engine.messages import Endpoints
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.control import EnginesReady, FromApiServer, Listening, Serving
+from tokenmill_server.config import ServerConfig
+from tokenmill_server.control import ApiServerStart
 
 pytestmark = pytest.mark.slow
 
@@ -23,19 +28,37 @@ SHORT = {"model": "smol", "prompt": "one two three", "max_tokens": 3, "ignore_eo
 @contextmanager
 def far_server() -> Iterator[tuple[Server, list[TcpProxy]]]:
     """An API server whose engine is behind two proxies: of its input and of its output."""
-    with run_server(ready=False, engine_options={"over_tcp": True, "step_s": 0.01}) as server:
-        ready = server.engines[0].ready()
-        addresses = (ready.endpoints.input, ready.endpoints.output)
-        proxies = [TcpProxy(int(address.rpartition(":")[2])) for address in addresses]
-        endpoints = Endpoints(*(f"tcp://127.0.0.1:{proxy.port}" for proxy in proxies))
+    with (
+        run_server(ready=False, engine_options={"over_tcp": True, "step_s": 0.01}) as server,
+        far_way_to(server.engines[0]) as far,
+    ):
         (child,) = server.children
-        child.channel.send(EnginesReady([msgspec.structs.replace(ready, endpoints=endpoints)]))
+        child.channel.send(EnginesReady([far.ready()]))
         assert isinstance(child.channel.receive(), Serving)
+        yield server, far.proxies
+
+
+@contextmanager
+def replaced_server(run_dir: str, far: FarEngine) -> Iterator[tuple[httpx.Client, ChildProcess[FromApiServer]]]:
+    """An API server that is told of a running engine before it listens, as one that replaces another."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        child: ChildProcess[FromApiServer] = spawn_child(
+            "tokenmill_server.api_process",
+            FromApiServer,
+            pass_fds=(listener.fileno(),),
+            env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": run_dir},
+        )
         try:
-            yield server, proxies
+            config = ServerConfig(served_model_names=("smol",))
+            child.channel.send(ApiServerStart(0, 1, run_dir, listener.fileno(), config, engine_config()))
+            child.channel.send(EnginesReady([far.ready()]))
+            assert child.channel.receive() == Listening()
+            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=25) as client:
+                yield client, child
         finally:
-            for proxy in proxies:
-                proxy.stop()
+            child.process.kill()
+            child.process.wait(10)
+            child.channel.close()
 
 
 def wait_for_answers(client: httpx.Client) -> None:
@@ -73,3 +96,23 @@ def test_an_idle_connection_that_breaks_is_mended() -> None:
         time.sleep(0.2)
         wait_for_answers(client)
         assert client.get("/health").status_code == 200
+
+
+def test_while_the_engine_cannot_be_reached_everybody_is_told_so(tmp_path: Path) -> None:
+    """Connections are accepted, /health names the engine; the launcher hears of service once there is some."""
+    with far_engines(1, lets_in=False) as (far,), replaced_server(str(tmp_path), far) as (client, child):
+        health = client.get("/health")
+        reason = "engine core 0 cannot be reached"
+        assert (health.status_code, health.json()) == (
+            503,
+            {
+                "status": "starting",
+                "reason": reason,
+                "engines": [{"engine": 0, "status": "unreachable", "reason": reason}],
+            },
+        )
+        assert client.post("/v1/completions", json=SHORT).json()["error"]["code"] == "engine_starting"
+        far.let_in(True)
+        assert child.channel.receive() == Serving()
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+        assert client.get("/health").json() == {"status": "ok"}

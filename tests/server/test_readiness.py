@@ -37,17 +37,16 @@ def test_nothing_follows_death(phase: Phase) -> None:
 
 def test_the_phase_follows_the_engine_cores() -> None:
     readiness = Readiness(2)
-    readiness.engine_joined(0)
     assert readiness.phase is Phase.STARTING
-    readiness.engine_joined(1)
-    readiness.open()
+    readiness.engine_joined(0, 0)
     assert readiness.phase is Phase.READY
+    readiness.engine_joined(1, 0)
     readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone"))
     assert readiness.phase is Phase.READY
     readiness.engine_lost(EngineLost(1, 0, "engine core 1 is gone", restarts=True))
     with pytest.raises(EngineStartingError, match="engine core 1 is gone; it is being restarted"):
         readiness.check()
-    readiness.engine_joined(1)
+    readiness.engine_joined(1, 1)
     readiness.check()
     readiness.engine_lost(EngineLost(1, 1, "engine core 1 is gone again"))
     with pytest.raises(EngineDeadError, match="engine core 1 is gone again"):
@@ -58,21 +57,20 @@ def test_the_phase_follows_the_engine_cores() -> None:
 
 def test_a_drain_goes_on_without_engine_cores() -> None:
     readiness = Readiness(1)
-    readiness.engine_joined(0)
-    readiness.open()
+    readiness.engine_joined(0, 0)
     readiness.move(Phase.DRAINING)
     readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone", restarts=True))
     assert readiness.phase is Phase.DRAINING
-    readiness.engine_joined(0)
+    readiness.engine_joined(0, 1)
+    assert readiness.phase is Phase.DRAINING
+    readiness.engine_unreachable(0, "the connection broke")
     assert readiness.phase is Phase.DRAINING
 
 
 def test_stalls_end_with_a_recovery_or_with_the_engine_core() -> None:
     readiness = Readiness(2)
-    readiness.open()
-    assert readiness.phase is Phase.STARTING
     for engine in range(2):
-        readiness.engine_joined(engine)
+        readiness.engine_joined(engine, 0)
         assert not readiness.is_stalled
         readiness.engine_stalls(EngineStalled(engine, 0, 0.0))
     assert readiness.is_stalled
@@ -81,9 +79,47 @@ def test_stalls_end_with_a_recovery_or_with_the_engine_core() -> None:
     assert not readiness.is_stalled
     assert [fault.status for fault in readiness.engine_faults] == ["stalled"]
     readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone", restarts=True))
-    readiness.engine_joined(0)
-    readiness.engine_stalls(EngineRecovered(0, 1))
+    readiness.engine_joined(0, 1)
+    readiness.engine_stalls(EngineStalled(0, 0, 0.0))
     assert readiness.engine_faults == []
     readiness.engine_lost(EngineLost(0, 1, "engine core 0 is gone", restarts=True))
     readiness.engine_stalls(EngineStalled(0, 1, 0.0))
     assert [fault.status for fault in readiness.engine_faults] == ["restarting"]
+
+
+def test_a_recovery_of_another_incarnation_changes_nothing() -> None:
+    readiness = Readiness(1)
+    readiness.engine_joined(0, 1)
+    readiness.engine_stalls(EngineStalled(0, 1, 0.0))
+    readiness.engine_stalls(EngineRecovered(0, 0))
+    assert readiness.is_stalled
+    readiness.engine_stalls(EngineRecovered(0, 1))
+    assert not readiness.is_stalled
+
+
+def test_only_those_that_are_being_restarted_are_said_to_be() -> None:
+    readiness = Readiness(2)
+    readiness.engine_joined(0, 0)
+    readiness.engine_lost(EngineLost(1, 0, "engine core 1 was killed", restarts=True))
+    readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone for good"))
+    assert readiness.reason == "engine core 1 was killed; it is being restarted"
+    readiness.engine_lost(EngineLost(1, 0, "engine core 1 was killed"))
+    assert readiness.phase is Phase.DEAD
+
+
+def test_an_unreachable_engine_core_is_named_and_may_come_back() -> None:
+    readiness = Readiness(2)
+    readiness.engine_joined(0, 0)
+    readiness.engine_unreachable(1, "engine core 1 cannot be reached")
+    assert readiness.phase is Phase.READY
+    assert [(fault.engine, fault.status) for fault in readiness.engine_faults] == [(1, "unreachable")]
+    readiness.engine_lost(EngineLost(0, 0, "engine core 0 is gone for good"))
+    with pytest.raises(EngineStartingError, match="engine core 1 cannot be reached"):
+        readiness.check()
+    readiness.engine_joined(1, 0)
+    readiness.check()
+    readiness.engine_unreachable(1, "its connection broke")
+    assert (readiness.phase, readiness.reason) == (Phase.STARTING, "its connection broke")
+    readiness.engine_lost(EngineLost(1, 0, "engine core 1 was killed"))
+    assert readiness.phase is Phase.DEAD
+    assert [fault.status for fault in readiness.engine_faults] == ["dead", "dead"]

@@ -259,10 +259,9 @@ class Cluster:
         if isinstance(message, StepOutput):
             request_ids = memoryview(message.request_ids).cast("q").tolist()
             for finish in message.finishes:
-                self._finish(balancer, self.served[request_ids[finish.index]])
+                self._finish(self.served[request_ids[finish.index]])
 
-    def _finish(self, balancer: LoadBalancer, served: Served) -> None:
-        balancer.ended(served.rank)
+    def _finish(self, served: Served) -> None:
         served.finished_s = self.now
         following = served.arrival.next(self.now) if served.arrival.next is not None else None
         if following is not None:

@@ -98,7 +98,7 @@ class Listening(msgspec.Struct, tag=True, frozen=True):
 
 
 class Serving(msgspec.Struct, tag=True, frozen=True):
-    """From an API server: it is connected to every engine core and answers requests."""
+    """From an API server: it answers requests, connected to every engine core that it could reach within seconds."""
 
 
 class Drained(msgspec.Struct, tag=True, frozen=True):

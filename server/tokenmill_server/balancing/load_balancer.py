@@ -110,7 +110,6 @@ class LoadBalancer:
         """The sequences of a prompt were sent to `engine`."""
         rank = self._ranks[engine]
         if len(self._ranks) == 1:
-            rank.load.num_in_flight += prompt.num_sequences
             return
         num_missing = self._num_missing(rank, prompt)
         rank.load.sent(num_missing, prompt.num_sequences)
@@ -120,14 +119,6 @@ class LoadBalancer:
         for each in self._ranks:
             each.recent_tokens *= decay
         rank.recent_tokens += num_missing + prompt.num_sequences * _decode_tokens(prompt.num_tokens)
-
-    def ended(self, engine: int) -> None:
-        """One sequence on `engine` is over."""
-        self._ranks[engine].load.ended()
-
-    def in_flight(self, engine: int) -> int:
-        """Open sequences of this API server on `engine`."""
-        return self._ranks[engine].load.num_in_flight
 
     # --- engines --------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,9 @@ class TypicalRequest:
 class RankLoad:
     """Of one engine core. Work is counted in prompt tokens to compute."""
 
-    __slots__ = ("_num_sent", "_unconfirmed", "num_in_flight", "num_unconfirmed_tokens", "reported")
+    __slots__ = ("_num_sent", "_unconfirmed", "num_unconfirmed_tokens", "reported")
 
     def __init__(self) -> None:
-        self.num_in_flight = 0
-        """Sequences of this API server that are open."""
         self.forget()
 
     def forget(self) -> None:
@@ -49,15 +47,10 @@ class RankLoad:
 
     def sent(self, num_tokens: int, num_sequences: int) -> None:
         """Sequences of one prompt were sent, of which `num_tokens` have to be computed."""
-        self.num_in_flight += num_sequences
         self._num_sent += num_sequences
         self.num_unconfirmed_tokens += num_tokens
         self._unconfirmed.append(num_tokens)
         self._unconfirmed.extend([0] * (num_sequences - 1))
-
-    def ended(self) -> None:
-        """One sequence of this API server is over."""
-        self.num_in_flight -= 1
 
     def report(self, load: EngineLoad) -> None:
         """The engine told its load."""

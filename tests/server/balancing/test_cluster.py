@@ -21,8 +21,6 @@ def run(load: Load, setting: Setting = SETTING, output_len: int = 8, seed: int =
     for rank in cluster.ranks:
         rank.scheduler.check_invariants()
         assert rank.scheduler.num_unfinished == 0
-    for balancer in cluster.balancers:
-        assert all(balancer.in_flight(engine) == 0 for engine in range(setting.num_ranks))
     return cluster
 
 
