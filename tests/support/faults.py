@@ -47,7 +47,7 @@ class Traces:
         _, alive = psutil.wait_procs(self._processes, timeout=within_s)
         assert alive == [], f"still there after {within_s} s: {[process.cmdline() for process in alive]}"
         # After the death of the launcher its children see to the folder, when they notice.
-        wait_for(lambda: list(self._folder.iterdir()) == [], 5, "empty folder for temporary files")
+        wait_for(lambda: list(self._folder.iterdir()) == [], within_s, "empty folder for temporary files")
         assert [path for path in self._shared_memory if os.path.exists(path)] == []
         if self.port:
             with socket.create_server(("127.0.0.1", self.port)):
@@ -120,8 +120,9 @@ class Load:
         """Everybody has heard in time that it is over: `told` by an error, else at least by the end of the
         connection."""
         for call in self.calls:
-            call.join(max(0.0, since + ANSWER_S - time.monotonic()))
+            call.join(max(1.0, since + ANSWER_S - time.monotonic()))
             assert not call.is_alive(), f"a request hangs after {ANSWER_S} s"
+            assert call.ended_at - since < ANSWER_S
             assert call.tells_an_error or not (told or call.is_complete)
 
     def of_api_servers(self, server: Server) -> list[int]:
