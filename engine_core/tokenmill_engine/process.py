@@ -19,7 +19,7 @@ import zmq
 from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.errors import TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.control import EngineControl, EngineStart, StartFailed
+from tokenmill_engine.ipc.control import EngineControl, EngineStart, FromEngine, StartFailed
 from tokenmill_engine.ipc.heartbeat import Heartbeat
 from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, exit_orphaned, exit_terminated, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
@@ -124,20 +124,20 @@ def main() -> NoReturn:
     try:
         process = EngineProcess(start, preparation, phases, heartbeat)
     except TokenmillError as error:
-        _fail_start(channel, error.message)
+        _fail_start(channel, start, error.message)
     except Exception as error:
         if not os.path.isdir(start.run_dir):
-            _fail_start(channel, f"{name} cannot start: the folder {start.run_dir} was removed")
+            _fail_start(channel, start, f"{name} cannot start: the folder {start.run_dir} was removed")
         if isinstance(error, OSError | zmq.ZMQError):
-            _fail_start(channel, f"{name} cannot start: {describe_os_error(error)}")
+            _fail_start(channel, start, f"{name} cannot start: {describe_os_error(error)}")
         logger.exception("%s cannot start", name)
-        _fail_start(channel, f"{name} cannot start: {type(error).__name__}: {error}")
+        _fail_start(channel, start, f"{name} cannot start: {type(error).__name__}: {error}")
     if not start.removes_run_dir:
         signal.signal(signal.SIGTERM, lambda _number, _frame: process.inbox.stop())
     # What exists now lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    channel.send(process.ready)
+    _tell_launcher(channel, start, process.ready)
     try:
         process.run()
     except Exception as error:
@@ -147,8 +147,16 @@ def main() -> NoReturn:
     exit_at_once(0)
 
 
-def _fail_start(channel: ControlChannel[EngineControl], message: str) -> NoReturn:
-    channel.send(StartFailed(" ".join(message.split())))
+def _tell_launcher(channel: ControlChannel[EngineControl], start: EngineStart, message: FromEngine) -> None:
+    """How the start went. A launcher that is gone wants no engine core any more."""
+    try:
+        channel.send(message)
+    except ChannelClosedError:
+        exit_orphaned(start.run_dir)
+
+
+def _fail_start(channel: ControlChannel[EngineControl], start: EngineStart, message: str) -> NoReturn:
+    _tell_launcher(channel, start, StartFailed(" ".join(message.split())))
     exit_at_once(1)
 
 

@@ -22,6 +22,7 @@ from tests.support.engine_process import (
     started_engine,
     tiny_engine_config,
 )
+from tests.support.server import wait_for
 from tests.support.tiny_models import VOCAB_SIZE
 from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, short_name
 from tokenmill_engine.config.engine import SchedulerConfig
@@ -315,6 +316,17 @@ class TestStart:
             assert answer.message == f"engine core 0 cannot start: the folder {run_dir} was removed"
             assert child.process.wait(timeout=10) == 1
             assert "Traceback" not in stream.read()
+
+    @pytest.mark.parametrize("wait_s", [0.0, 0.03, 0.1])
+    def test_a_launcher_that_goes_while_it_loads_ends_it_without_a_traceback(self, wait_s: float) -> None:
+        """Whichever thread notices first: the one that listens, or the one that tells how the start went."""
+        with started_engine(tiny_engine_config()) as (child, run_dir, log), log.open() as stream:
+            wait_for(lambda: os.path.exists(os.path.join(run_dir, "engine-0.0.out")), 30, "a socket", poll_s=0.002)
+            time.sleep(wait_s)
+            child.channel.close()
+            assert child.process.wait(timeout=10) == 1
+            assert "Traceback" not in stream.read()
+            assert not os.path.exists(run_dir)
 
     def test_sigterm_while_loading_ends_it(self) -> None:
         with started_engine(tiny_engine_config()) as (child, _, _):
