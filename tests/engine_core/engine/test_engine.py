@@ -2,146 +2,29 @@
 
 import logging
 import math
-import time
-from collections import defaultdict
 
 import numpy as np
 import pytest
 
-from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, solo_run
+from tests.support.engine_bench import Bench
+from tests.support.fake_executor import VOCAB_SIZE, FakeExecutor, solo_run
 from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, pack_short_names, short_name
-from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
-from tokenmill_engine.config.engine import CacheConfig, EngineConfig, ModelConfig, ObservabilityConfig, SchedulerConfig
-from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.ipc.ids import make_request_id
-from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.messages import (
     AbortRequests,
-    AddRequest,
     BlockEvents,
     ClientGone,
     EngineLoad,
-    Finish,
     FinishReason,
     Hello,
     LoadReport,
     SamplingParams,
     StepOutput,
 )
-from tokenmill_engine.metrics import EngineMetrics
-from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
-from tokenmill_engine.reports import Output
+from tokenmill_engine.outputs import StepPlan, StepResult
 
 IDLE = EngineLoad(0, 0, 0.0)
-
-
-def engine_config(
-    max_model_len: int, scheduler: SchedulerConfig, num_engines: int = 1, caching: bool = True
-) -> EngineConfig:
-    architecture = ArchitectureConfig(
-        name="LlamaForCausalLM",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=max_model_len,
-        rope=RopeConfig(),
-        layer_windows=(None,),
-        tie_word_embeddings=True,
-    )
-    model = ModelConfig(
-        name="fake",
-        path="",
-        tokenizer_path="",
-        architecture=architecture,
-        load_format="dummy",
-        dtype="float32",
-        seed=0,
-        max_model_len=max_model_len,
-        max_model_len_explicit=False,
-        eos_token_ids=(EOS,),
-    )
-    return EngineConfig(
-        model,
-        CacheConfig(enable_prefix_caching=caching),
-        scheduler,
-        observability=ObservabilityConfig("fake"),
-        data_parallel_size=num_engines,
-    )
-
-
-class Bench:
-    """An engine core, and what its clients were told."""
-
-    def __init__(
-        self,
-        num_blocks: int = 64,
-        depth: int = 2,
-        max_num_seqs: int = 8,
-        num_engines: int = 1,
-        caching: bool = True,
-        began: float | None = None,
-    ) -> None:
-        self.executor = FakeExecutor(num_blocks, 4)
-        capacity = KVCapacity(num_blocks, 4, min(200, num_blocks * 4), 0, group_layers([_SPEC]), "fake", {})
-        scheduler = SchedulerConfig(max_num_seqs, 64, explicit_budget=True, async_scheduling=depth > 1)
-        config = engine_config(200, scheduler, num_engines, caching)
-        self.core = EngineCore(config, self.executor, capacity, engine=3, began=began)
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.finishes: dict[int, list[Finish]] = defaultdict(list)
-        self.cached: dict[int, int] = {}
-        self.reports: dict[int, list[EngineLoad]] = defaultdict(list)
-        self.load: dict[int, EngineLoad] = {}
-        self.block_events: list[tuple[int, BlockEvents]] = []
-        self._counter = 0
-
-    def add(self, client: int, prompt: list[int], sampling: SamplingParams, request_id: int | None = None) -> int:
-        self._counter += 1
-        request_id = make_request_id(client, 0, self._counter) if request_id is None else request_id
-        packed = np.array(prompt, dtype="<i4").tobytes()
-        self.core.handle(AddRequest(request_id, "label", packed, sampling, float(self._counter)))
-        return request_id
-
-    def step(self) -> list[Output]:
-        outputs = self.core.step()
-        self.core.scheduler.check_invariants()
-        for client, message in outputs:
-            assert message.engine == 3
-            if isinstance(message, BlockEvents):
-                self.block_events.append((client, message))
-                continue
-            self.load[client] = message.load
-            if isinstance(message, LoadReport):
-                self.reports[client].append(message.load)
-            elif isinstance(message, StepOutput):
-                self._take(client, message)
-        return outputs
-
-    def run(self) -> None:
-        while self.core.has_work:
-            self.step()
-
-    def _take(self, client: int, message: StepOutput) -> None:
-        request_ids = np.frombuffer(message.request_ids, "<i8").tolist()
-        tokens = np.frombuffer(message.token_ids, "<i4").tolist()
-        assert request_ids
-        for request_id, count in zip(request_ids, np.frombuffer(message.num_tokens, "<i4").tolist(), strict=True):
-            assert request_id >> 48 == client
-            self.tokens[request_id].extend(tokens[:count])
-            tokens = tokens[count:]
-        for finish in message.finishes:
-            self.finishes[request_ids[finish.index]].append(finish)
-        for index, num_cached in message.cached_tokens:
-            assert request_ids[index] not in self.cached
-            self.cached[request_ids[index]] = num_cached
-
-
-_SPEC = KVSpec("full", 1, 8, "float32")
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
@@ -296,42 +179,6 @@ class TestLoad:
         bench.add(1, [7, 8], LONG)
         bench.run()
         assert bench.reports[0]
-
-
-class TestStartupTime:
-    """How long it takes until API servers are connected; the last one counts."""
-
-    @pytest.fixture
-    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        """What is recorded."""
-        served: list[float] = []
-        monkeypatch.setattr(EngineMetrics, "set_serve", lambda metrics, elapsed_s: served.append(elapsed_s))
-        return served
-
-    def test_every_api_server_counts_once(self, served: list[float]) -> None:
-        bench = Bench(began=time.monotonic() - 3.0)
-        for client in (0, 1):
-            bench.core.handle(Hello(client))
-        assert len(served) == 2
-        assert 3.0 <= served[0] <= served[1]
-
-    @pytest.mark.parametrize(
-        "messages",
-        [(Hello(0),), (Hello(0, 1),), (ClientGone(0, 0), Hello(0, 1))],
-        ids=["again", "successor", "successor of a dead one"],
-    )
-    def test_one_that_comes_long_after_the_start_does_not(
-        self, served: list[float], messages: tuple[Hello | ClientGone, ...]
-    ) -> None:
-        bench = Bench(began=time.monotonic())
-        bench.core.handle(Hello(0))
-        for message in messages:
-            bench.core.handle(message)
-        assert len(served) == 1
-
-    def test_nobody_is_told_where_nobody_asks(self, served: list[float]) -> None:
-        Bench().core.handle(Hello(0))
-        assert served == []
 
 
 class TestSeveralEngines:
