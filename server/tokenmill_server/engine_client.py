@@ -1,7 +1,7 @@
 """The API server's end of the sockets to the engine cores. Moves messages; knows nothing of text or HTTP.
 
 Sockets are read from the event loop through ZeroMQ's edge-triggered descriptor, without tasks or futures: one
-callback per wake-up drains every message, so the cost is per engine step and not per token.
+callback per wake-up takes what has come, so the cost is per engine step and not per token.
 """
 
 import asyncio
@@ -37,6 +37,8 @@ OutputHandler = Callable[[StepOutput], None]
 _CONNECT_TIMEOUT_S = 30.0
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
 """Between two looks whether a socket is connected: local ones are at once, others may not be for ever."""
+_MAX_MESSAGES = 64
+"""That one wake-up hands out: an engine core which is faster than this process must not keep it from all else."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class EngineClient:
         self.balancer = balancer
         self.on_output = on_output or _ignore
         self.on_drained: Callable[[], None] = _nothing
-        """Called when a wake-up has handed out everything that had come."""
+        """Called when a wake-up has handed out what had come."""
         self.on_connection_broken: Callable[[EngineReady], None] = _nobody_reconnects
         """Called when an engine core is not connected any more, though it may live: answers may have been lost, and it
         gets no requests until it is connected anew."""
@@ -112,7 +114,7 @@ class EngineClient:
     def disconnect(self, lost: EngineLost) -> None:
         """From now on nothing is sent to an engine that is gone; whoever tries is told why. What it had sent is handed
         out first."""
-        self._read(lost.engine)
+        self._read_all(lost.engine)
         self._lost[lost.engine] = lost
         self._absences[lost.engine] = lost.message
         self.balancer.lost(lost.engine)
@@ -193,7 +195,7 @@ class EngineClient:
             raise EngineDeadError(lost.message)
 
     def _connection_broke(self, ready: EngineReady) -> None:
-        self._read(ready.engine)
+        self._read_all(ready.engine)
         self.balancer.lost(ready.engine)
         self._absences[ready.engine] = "the connection to the engine broke"
         self._close_link(ready.engine)
@@ -209,17 +211,30 @@ class EngineClient:
         link.output.close()
 
     def _read(self, engine: int) -> None:
-        """Drains the output socket. Its descriptor signals changes only, so nothing may be left behind."""
-        if engine not in self._links:
-            return
-        socket = self._links[engine].output
-        while _option(socket, zmq.EVENTS) & zmq.POLLIN:
+        """Takes what has come. The descriptor signals changes only, so if something may be left this comes again."""
+        if self._take(engine) and self._loop is not None:
+            self._loop.call_soon(self._read, engine)
+
+    def _read_all(self, engine: int) -> None:
+        """Drains the socket to an engine core that sends nothing more."""
+        while self._take(engine):
+            pass
+
+    def _take(self, engine: int) -> bool:
+        """Hands out some messages, if the engine is connected; returns whether there may be more."""
+        link = self._links.get(engine)
+        if link is None:
+            return False
+        num_messages = 0
+        while num_messages < _MAX_MESSAGES and _option(link.output, zmq.EVENTS) & zmq.POLLIN:
             try:
-                frame = socket.recv(zmq.NOBLOCK)
+                frame = link.output.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            num_messages += 1
             self._handle(frame)
         self.on_drained()
+        return num_messages == _MAX_MESSAGES
 
     def _handle(self, frame: bytes) -> None:
         message = self._decoder.decode(frame)

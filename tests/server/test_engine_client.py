@@ -1,8 +1,11 @@
-"""Connecting to engine cores, where what the launcher says and what the sockets do come in any order."""
+"""The sockets to engine cores, where what the launcher says and what the sockets do come in any order."""
 
 import asyncio
+import itertools
+import struct
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -12,6 +15,7 @@ from tests.support.echo_engine import EchoEngine
 from tests.support.far_engines import far_engines
 from tokenmill_engine.errors import EngineDeadError, EngineUnavailableError
 from tokenmill_engine.ipc.control import EngineLost
+from tokenmill_engine.messages import AddRequest, SamplingParams, StepOutput
 from tokenmill_server.balancing.load_balancer import LoadBalancer
 from tokenmill_server.balancing.prompt_blocks import PromptBlocks
 from tokenmill_server.engine_client import EngineClient
@@ -62,3 +66,22 @@ async def test_an_attempt_that_is_cancelled_leaves_no_socket_behind() -> None:
         closing.start()
         await asyncio.to_thread(closing.join, 30)
         assert not closing.is_alive()
+
+
+async def test_an_engine_that_is_faster_does_not_keep_the_event_loop_from_all_else(engines: list[EchoEngine]) -> None:
+    outputs: list[StepOutput] = []
+    taken: list[int] = []
+    client = EngineClient(0, 0, LoadBalancer(1), outputs.append)
+    client.on_drained = lambda: taken.append(len(outputs))
+    await client.connect(engines[0].ready())
+    sampling = SamplingParams(temperature=0.0, max_tokens=1000)
+    client.add(0, [AddRequest(client.new_request_id(), "label", struct.pack("<2i", 504, 505), sampling, 0.0)], PROMPT)
+    deadline = time.monotonic() + 60
+    while not engines[0].added or engines[0].num_running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # the event loop stands still: everything waits in the socket
+    async with asyncio.timeout(60):
+        while len(outputs) < 1000:
+            await asyncio.sleep(0)
+    assert max(after - before for before, after in itertools.pairwise(taken)) <= 64
+    client.close()
