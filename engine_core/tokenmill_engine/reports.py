@@ -90,10 +90,10 @@ class Reporter:
             if listener is not None and isinstance(message, StepOutput):
                 listener.load = message.load
         for client, listener in self._listeners.items():
-            load = self.load_for(client, load)
-            if listener.load is None or _differs(listener.load, load):
-                outputs.append((client, LoadReport(self._engine, load, listener.incarnation)))
-                listener.load = load
+            told = self.load_for(client, load)
+            if listener.load is None or _differs(listener.load, told):
+                outputs.append((client, LoadReport(self._engine, told, listener.incarnation)))
+                listener.load = told
         if self._journal is not None:
             self._report_blocks(outputs, self._journal, is_idle=load.num_running + load.num_waiting == 0)
 

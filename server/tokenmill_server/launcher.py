@@ -22,8 +22,6 @@ from tokenmill_engine.ipc.control import (
     Drained,
     EngineBack,
     EngineLost,
-    EngineRecovered,
-    EngineStalled,
     FromApiServer,
     Listening,
     MetricsFetched,
@@ -39,6 +37,7 @@ from tokenmill_server.config import Configuration, DataParallelConfig
 from tokenmill_server.data_parallel.agreement import facts_of
 from tokenmill_server.data_parallel.head import RemoteEngines
 from tokenmill_server.engine_monitor import EngineMonitor
+from tokenmill_server.engine_news import log_engine
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
@@ -251,19 +250,11 @@ class Launcher:
         return self._state is State.DRAINING and not self._table.ready
 
     def _log_engine(self, update: EngineUpdate) -> None:
+        if isinstance(update, EngineReady) and not self._announced:
+            return
         rank = self._configuration.engine.rank_of(update.engine)
-        match update:
-            case EngineReady() if self._announced:
-                logger.info("engine core %d serves again", rank)
-            case EngineLost(message=message, restarts=restarts):
-                restart = "starting it again" if self._engines.has(update.engine) else "it may come back"
-                consequence = restart if restarts else "it is not started again"
-                logger.error("%s; its requests are lost, %s", message, consequence)
-            case EngineStalled():
-                timeout_s = self._configuration.faults.engine_stall_timeout_s
-                logger.error("engine core %d is stalled: it has work but finished no step for %g s", rank, timeout_s)
-            case EngineRecovered():
-                logger.info("engine core %d gets on again", rank)
+        restart = "starting it again" if self._engines.has(update.engine) else "it may come back"
+        log_engine(update, rank, self._configuration.faults.engine_stall_timeout_s, restart)
 
     def _on_api_server_message(self, client: int, message: FromApiServer) -> None:
         match message:

@@ -13,7 +13,7 @@ import msgspec
 
 from tokenmill_engine.errors import EngineDeadError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
+from tokenmill_engine.ipc.control import EngineLost, MetricsWanted
 from tokenmill_engine.ipc.lifecycle import process_began
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metric_files import retire_process
@@ -31,6 +31,7 @@ from tokenmill_server.data_parallel.messages import (
 )
 from tokenmill_server.data_parallel.metric_copies import MetricFilesSource
 from tokenmill_server.data_parallel.ranks import phrase
+from tokenmill_server.engine_news import log_engine
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
@@ -196,23 +197,12 @@ class HeadlessLauncher:
                     self._head.address,
                     time.monotonic() - process_began(),
                 )
-            case EngineReady() if self._is_announced:
-                logger.info("engine core %d serves again", update.engine)
-            case EngineStalled():
-                timeout_s = self._configuration.faults.engine_stall_timeout_s
-                logger.error(
-                    "engine core %d is stalled: it has work but finished no step for %g s", update.engine, timeout_s
-                )
-            case EngineRecovered():
-                logger.info("engine core %d gets on again", update.engine)
+            case EngineReady() if not self._is_announced:
+                pass
             case EngineLost(message=message) if self._table.is_hopeless:
                 raise EngineDeadError(message)
-            case EngineLost(message=message, restarts=restarts):
-                logger.error(
-                    "%s; its requests are lost, %s",
-                    message,
-                    "starting it again" if restarts else "it is not started again",
-                )
+            case _:
+                log_engine(update, update.engine, self._configuration.faults.engine_stall_timeout_s)
 
     def _send_metrics(self, last: bool = False) -> None:
         now = time.monotonic()

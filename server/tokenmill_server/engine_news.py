@@ -1,0 +1,23 @@
+"""What the log of a launcher says of engine cores that have served: in the same words, whoever runs them."""
+
+import logging
+
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.messages import EngineReady
+from tokenmill_server.engine_table import EngineUpdate
+
+logger = logging.getLogger(__name__)
+
+
+def log_engine(update: EngineUpdate, rank: int, stall_timeout_s: float, restart: str = "starting it again") -> None:
+    """One line. `rank` is the engine core's in its deployment; `restart` is what happens after a loss that is not for
+    good."""
+    match update:
+        case EngineReady():
+            logger.info("engine core %d serves again", rank)
+        case EngineLost(message=message, restarts=restarts):
+            logger.error("%s; its requests are lost, %s", message, restart if restarts else "it is not started again")
+        case EngineStalled():
+            logger.error("engine core %d is stalled: it has work but finished no step for %g s", rank, stall_timeout_s)
+        case EngineRecovered():
+            logger.info("engine core %d gets on again", rank)
