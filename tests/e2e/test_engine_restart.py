@@ -59,14 +59,14 @@ def healths(server: Server) -> list[tuple[int, list[dict[str, Any]]]]:
 
 def stream(server: Server, rank: int, **fields: Any) -> BackgroundStream:
     """An endless request to one engine core."""
-    headers = {"X-Data-Parallel-Rank": str(rank)}
+    headers = {"X-data-parallel-rank": str(rank)}
     return BackgroundStream(server.url, "/v1/completions", headers=headers, **ENDLESS, **fields)
 
 
 def pinned(server: Server, rank: int) -> httpx.Response:
     fields = {"prompt": "a", "max_tokens": 4}
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
-        return client.post("/v1/completions", json=fields, headers={"X-Data-Parallel-Rank": str(rank)})
+        return client.post("/v1/completions", json=fields, headers={"X-data-parallel-rank": str(rank)})
 
 
 def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server) -> None:
@@ -204,7 +204,7 @@ def test_a_drain_while_an_engine_core_loads(tiny_model: Path) -> None:
     """What is open on the other one is finished, and the end is a good one."""
     with start_server(str(tiny_model), *TINY_FLAGS, "-dp", "2") as server:
         fields = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
-        kept = BackgroundStream(server.url, "/v1/completions", headers={"X-Data-Parallel-Rank": "0"}, **fields)
+        kept = BackgroundStream(server.url, "/v1/completions", headers={"X-data-parallel-rank": "0"}, **fields)
         kept.wait_for_events()
         server.kill(server.engine_pids()[1])
         wait_for(lambda: "starting it again" in server.log, 20, "restart")

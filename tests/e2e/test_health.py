@@ -28,7 +28,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 
 
 def stream(server: Server, rank: int) -> BackgroundStream:
-    one = BackgroundStream(server.url, "/v1/completions", headers={"X-Data-Parallel-Rank": str(rank)}, **ENDLESS)
+    one = BackgroundStream(server.url, "/v1/completions", headers={"X-data-parallel-rank": str(rank)}, **ENDLESS)
     one.wait_for_events(3)
     return one
 

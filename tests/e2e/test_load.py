@@ -60,7 +60,7 @@ def test_requests_avoid_a_busy_engine_and_come_back_to_it(tiny_model: Path) -> N
         endless = json.dumps({"prompt": "Once", "max_tokens": 50000, "ignore_eos": True, "stream": True})
         for _ in range(6):
             connection = streams.enter_context(connection_to(server, busy))
-            connection.request("POST", "/v1/completions", endless, HEADERS | {"X-Data-Parallel-Rank": "0"})
+            connection.request("POST", "/v1/completions", endless, HEADERS | {"X-data-parallel-rank": "0"})
         wait_for(lambda: server.metric("num_requests_running", engine="0") == 6, 20, "six running requests")
         before = finished(server)
         for _ in range(4):

@@ -50,7 +50,7 @@ def health(client: httpx.Client) -> tuple[int, dict[str, Any]]:
 
 
 def pinned(client: httpx.Client, rank: int, body: dict[str, Any] = SHORT) -> httpx.Response:
-    return client.post(PATH, json=body, headers={"X-Data-Parallel-Rank": str(rank)})
+    return client.post(PATH, json=body, headers={"X-data-parallel-rank": str(rank)})
 
 
 def restart(server: Server, engine: int) -> EchoEngine:
