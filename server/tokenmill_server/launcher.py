@@ -41,7 +41,7 @@ from tokenmill_server.engine_news import log_engine
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
-from tokenmill_server.launching import child_environment, end_at_once, log_early_stop, stop_signals
+from tokenmill_server.launching import child_environment, end_at_once, log_early_stop, stop_signals, stopped_early
 from tokenmill_server.listen import bind, release, url_of
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
@@ -54,8 +54,9 @@ _ERROR_DELIVERY_S = 2.0
 _DRAIN_GRACE_S = 3.0
 _CUT_OFF_S = 1.0
 """How long API servers get to tell clients that their answers end here, when there is no time for more."""
-_REPEAT_S = 1.0
-"""Signals this soon after the first are the same wish: `timeout` and others signal a process and its group."""
+_REPEAT_S = 0.3
+"""Signals this soon after the first are the same wish: `timeout` and others signal a process and its group. Nobody who
+has read that another one ends the server at once is as quick."""
 
 
 class State(Enum):
@@ -227,9 +228,11 @@ class Launcher:
         elif self._state is State.DRAINING:
             if time.monotonic() - self._drain_began >= _REPEAT_S:
                 self._cut_off(number)
+            else:
+                logger.info("%s: so soon after the first it counts as the same; again to stop at once", number.name)
         elif self._state is State.STARTING:
             log_early_stop(number)
-            self._status = 0
+            self._status = stopped_early(number)
         else:
             logger.debug("%s: the end is a moment away already", number.name)
 

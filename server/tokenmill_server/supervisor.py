@@ -234,8 +234,8 @@ class EngineSupervisor:
         rank.child = None
         lost = None
         if not rank.is_lost:
-            moment = "" if rank.ready_since is not None else " while it was starting"
-            lost = self._lose(rank, rank.failure or f"{self._name(rank)} {describe_exit(returncode)}{moment}")
+            moment = "" if rank.ready_since is not None else "while it was starting"
+            lost = self._lose(rank, rank.failure or f"{self._name(rank)} {describe_exit(returncode, moment)}")
         self._schedule_restart(rank)
         return lost
 

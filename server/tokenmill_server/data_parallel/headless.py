@@ -35,7 +35,7 @@ from tokenmill_server.engine_news import log_engine
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
-from tokenmill_server.launching import child_environment, end_at_once, stop_signals
+from tokenmill_server.launching import child_environment, end_at_once, stop_signals, stopped_early
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
 from tokenmill_server.watcher import Event, Exited, Readable, Said, Signalled, Watcher
@@ -150,7 +150,7 @@ class HeadlessLauncher:
         match event:
             case Signalled(number=number):
                 logger.info("%s: stopping; the head goes on without %s", number.name, phrase(self._ranks))
-                self._status = 0
+                self._status = 0 if self._is_announced else stopped_early(number)
             case Said(key=("engine", _)) | Exited(key=("engine", _)):
                 update = self._engines.handle(event)
                 if isinstance(event, Exited):

@@ -30,6 +30,12 @@ def test_ready_line_then_clean_stop() -> None:
     [
         ("refuse", "serve", "error: not enough of everything; use --less"),
         ("crash", "serve", "error: engine core 0 exited with status 3 while it was starting"),
+        (
+            "kill",
+            "serve",
+            "error: engine core 0 was killed (SIGKILL) while it was starting; if the kernel did so for want "
+            "of memory, lower --kv-cache-memory-bytes or --data-parallel-size",
+        ),
         ("ready", "fail", "error: API server 0 exited with status 5 while it was starting"),
     ],
 )
@@ -69,9 +75,19 @@ def test_a_signal_ends_a_download_and_the_engine_cores_that_run_already(number: 
                 run.pid("engine process")
                 run.process.send_signal(number)
                 signalled = time.monotonic()
-                run.wait(0)
+                run.wait(128 + number)
                 assert time.monotonic() - signalled < 3
                 assert run.log.splitlines()[-1].endswith(f"{number.name}: stopped before the model was loaded")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_server_is_ready_is_no_success(number: signal.Signals) -> None:
+    """An engine core is loading; API servers listen already."""
+    with launched("-dp", "2", engine="late:1") as run:
+        run.wait_for(r"engine 0\.0 pid")
+        run.process.send_signal(number)
+        run.wait(128 + number)
+        assert run.log.splitlines()[-1].endswith(f"{number.name}: stopped before the model was loaded")
 
 
 def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:
@@ -148,7 +164,7 @@ def test_second_signal_cuts_off(api: str) -> None:
         run.wait_for("is ready at")
         run.process.send_signal(signal.SIGTERM)
         run.wait_for("hears Drain")
-        time.sleep(1.1)
+        time.sleep(0.4)  # what comes sooner is the first one again
         run.process.send_signal(signal.SIGTERM)
         stopped = time.monotonic()
         run.wait(128 + signal.SIGTERM)
@@ -161,9 +177,8 @@ def test_a_signal_that_comes_twice_is_one(repeated: signal.Signals) -> None:
     """`timeout` signals its child, then its whole group."""
     with launched("--shutdown-timeout", "1.5", api="busy") as run:
         run.wait_for("is ready at")
-        run.process.send_signal(signal.SIGTERM)
-        run.wait_for("hears Drain")
-        run.process.send_signal(repeated)
+        for number in (signal.SIGTERM, repeated):
+            run.process.send_signal(number)
         run.wait(0)
         assert len(re.findall("hears Drain", run.children_log)) == 1
 

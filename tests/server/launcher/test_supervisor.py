@@ -174,7 +174,7 @@ def test_only_a_first_start_that_fails_is_an_error(clock: Clock) -> None:
     assert (lost.message, lost.restarts) == ("the model is not there any more", True)
     clock.now += 1
     machine.engines.tick()
-    assert machine.die().message.endswith("while it was starting")
+    assert machine.die().message.startswith("engine core 0 was killed (SIGKILL) while it was starting; ")
 
 
 def test_nothing_is_restarted_once_the_end_has_begun(clock: Clock) -> None:
