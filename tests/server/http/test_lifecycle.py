@@ -274,6 +274,22 @@ def test_a_server_whose_launcher_is_gone_cleans_up_and_ends() -> None:
         os.mkdir(server.run_dir)
 
 
+def test_a_question_to_a_launcher_that_is_gone_ends_the_server_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Somebody asks for metrics of other machines before the end of the launcher's channel was read."""
+    with run_server(2) as server, server.client() as client:
+        child = server.children[0]
+        with socket.socket(fileno=os.dup(child.channel.fileno())) as channel:
+            channel.shutdown(socket.SHUT_RD)  # as far as the server can send; what it reads has not ended
+            with pytest.raises(httpx.TransportError):
+                client.get("/metrics")
+            assert child.process.wait(10) == 1
+        assert not Path(server.run_dir).exists()
+        os.mkdir(server.run_dir)  # for whoever removes it
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_server_whose_folder_vanished_has_no_metrics_but_goes_on() -> None:
     with run_server() as server, server.client() as client:
         shutil.rmtree(server.run_dir)
