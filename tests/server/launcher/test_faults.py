@@ -173,7 +173,7 @@ def test_a_stalled_engine_core_is_told_of_and_killed_in_the_end() -> None:
 
 
 def test_a_stalled_engine_core_may_recover() -> None:
-    with launched("-dp", "2", "--engine-stall-timeout", "4", engine="hiccup:1") as run:
+    with launched("-dp", "2", "--engine-stall-timeout", "5", engine="hiccup:1") as run:
         run.wait_for("hears EngineStalled")
         run.wait_for("hears EngineRecovered")
         assert "engine core 1 gets on again" in run.log
