@@ -82,11 +82,11 @@ def test_a_million_wrong_entries_are_one_problem() -> None:
         (DetokenizeRequest, "tokens", wrong),
     ]
     for model, name, value in bodies:
-        started = time.perf_counter()
+        started = time.thread_time()
         with pytest.raises(ValidationError) as caught:
             model.model_validate({name: value})
         reply = describe(caught.value)
-        assert time.perf_counter() - started < 0.5
+        assert time.thread_time() - started < 1.0
         assert caught.value.error_count() <= 3
         assert name in reply.message
         assert len(reply.message) < 1500
