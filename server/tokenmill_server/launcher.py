@@ -256,7 +256,7 @@ class Launcher:
         if isinstance(update, EngineReady) and not self._announced:
             return
         rank = self._configuration.engine.rank_of(update.engine)
-        restart = "starting it again" if self._engines.has(update.engine) else "it may come back"
+        restart = "starting it again" if self._engines.has(update.engine) else "its launcher starts it again"
         log_engine(update, rank, self._configuration.faults.engine_stall_timeout_s, restart)
 
     def _on_api_server_message(self, client: int, message: FromApiServer) -> None:

@@ -12,6 +12,7 @@ from tokenmill_engine.errors import (
     EngineDeadError,
     EngineError,
     EngineStartingError,
+    EngineUnavailableError,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
@@ -57,6 +58,8 @@ def test_what_was_not_meant_for_clients_stays_inside() -> None:
 
 def test_headers_tell_clients_whether_to_retry() -> None:
     assert describe(OverloadedError("m", retry_after_s=7)).headers == {"retry-after": "7"}
+    assert describe(EngineUnavailableError("m")).headers == {"retry-after": "1"}
+    assert describe(EngineUnavailableError("m", None)).headers == {"x-should-retry": "false"}
     assert describe(EngineStartingError("m")).headers == {"retry-after": "1"}
     assert describe(ShuttingDownError("m")).headers == {"retry-after": "1"}
     assert describe(EngineError("m")).headers == {"x-should-retry": "false"}

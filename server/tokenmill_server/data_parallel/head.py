@@ -276,7 +276,7 @@ class RemoteEngines:
         self._serving.difference_update(gone)
         self._remind_at = time.monotonic() + _REMIND_S
         return [
-            EngineLost(rank, self._incarnations[rank], f"engine core {rank} is gone with its launcher", restarts=True)
+            EngineLost(rank, self._incarnations[rank], f"engine core {rank} is gone with its launcher", may_return=True)
             for rank in gone
         ]
 
@@ -395,5 +395,5 @@ class RemoteEngines:
             self._serving.discard(rank)
             if not update.restarts:
                 changes["message"] = f"{update.message}, and its launcher does not start it again"
-            changes["restarts"] = True
+                changes["may_return"] = True
         return msgspec.structs.replace(update, incarnation=incarnation, **changes)

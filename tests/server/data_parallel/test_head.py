@@ -74,7 +74,7 @@ def test_a_remote_loss_is_never_final(rendezvous: Rendezvous, joined: Head) -> N
     joined.channel.send(EngineLost(2, 0, "engine core 2 was killed", restarts=False))
     rendezvous.wait_for(
         usable(joined, 2),
-        EngineLost(2, 0, "engine core 2 was killed, and its launcher does not start it again", restarts=True),
+        EngineLost(2, 0, "engine core 2 was killed, and its launcher does not start it again", may_return=True),
     )
 
 
@@ -91,7 +91,7 @@ def test_a_lost_launcher_may_come_back(rendezvous: Rendezvous, joined: Head, cap
     joined.channel.send(ready(2, 1))
     joined.channel.send(Leaving("told to stop"))
     joined.channel.close()
-    lost = EngineLost(2, 1, "engine core 2 is gone with its launcher", restarts=True)
+    lost = EngineLost(2, 1, "engine core 2 is gone with its launcher", may_return=True)
     first = usable(joined, 2, 1)
     rendezvous.wait_for(first, lost)
     assert rendezvous.remote.missing == [2, 3]
@@ -107,8 +107,8 @@ def test_a_lost_launcher_may_come_back(rendezvous: Rendezvous, joined: Head, cap
         lost,
         usable(again, 2, 2),
         usable(again, 3),
-        EngineLost(2, 2, "engine core 2 is gone with its launcher", restarts=True),
-        EngineLost(3, 0, "engine core 3 is gone with its launcher", restarts=True),
+        EngineLost(2, 2, "engine core 2 is gone with its launcher", may_return=True),
+        EngineLost(3, 0, "engine core 3 is gone with its launcher", may_return=True),
     )
 
 
@@ -262,7 +262,7 @@ def test_a_launcher_that_is_let_go_takes_its_ranks_along(
     joined.channel.send(ready(2))
     rendezvous.wait_for(usable(joined, 2))
     joined.channel.send(again)
-    rendezvous.wait_for(usable(joined, 2), EngineLost(2, 0, "engine core 2 is gone with its launcher", restarts=True))
+    rendezvous.wait_for(usable(joined, 2), EngineLost(2, 0, "engine core 2 is gone with its launcher", may_return=True))
     assert isinstance(joined.channel.receive(), Refused)
     assert rendezvous.remote.missing == [2, 3]
 
@@ -277,7 +277,7 @@ def test_a_launcher_that_does_not_read_is_lost(rendezvous: Rendezvous, joined: H
         heads_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # megabytes would take long to fill
         with ThreadPoolExecutor(1) as pool:
             flood = pool.submit(say, connection, *[MetricFiles({})] * 1_000_000)
-            lost = EngineLost(2, 0, "engine core 2 is gone with its launcher", restarts=True)
+            lost = EngineLost(2, 0, "engine core 2 is gone with its launcher", may_return=True)
             rendezvous.wait_for(usable(joined, 2), lost)
             rendezvous.join()
             with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.api_server import MODEL_NAME, Server, run_server
 from tests.support.echo_engine import EchoEngine
@@ -89,6 +90,31 @@ def test_one_of_two_engines_is_lost_and_comes_back() -> None:
         assert pinned(client, 1).status_code == 200
         assert [client.post(PATH, json=SHORT).status_code for _ in range(6)] == [200] * 6
         assert len(again.added) >= 3
+
+
+@pytest.mark.parametrize("launcher_may_come", [False, True])
+def test_an_engine_that_nobody_starts_again_is_not_worth_another_attempt(launcher_may_come: bool) -> None:
+    """Until it is there all the same; what was said of its predecessor does not count any more."""
+    status = "missing" if launcher_may_come else "dead"
+    with run_server(2) as server, server.client() as client:
+        server.engines[1].stop()
+        tell(server, EngineLost(1, 0, KILLED, may_return=launcher_may_come))
+        fault = {"engine": 1, "status": status, "reason": KILLED}
+        wait_until(lambda: health(client) == (200, {"status": "ok", "engines": [fault]}))
+        refused = pinned(client, 1)
+        assert is_error(refused, 503, code="engine_unavailable")
+        assert "retry-after" not in refused.headers
+        assert refused.headers["x-should-retry"] == "false"
+        assert client.post(PATH, json=SHORT).status_code == 200
+
+        tell(server, EngineBack(restart(server, 1).ready()))
+        wait_until(lambda: health(client) == (200, {"status": "ok"}))
+        assert pinned(client, 1).status_code == 200
+        server.engines[1].stop()
+        tell(server, EngineLost(1, 1, KILLED, restarts=True))
+        wait_until(lambda: health(client)[1].get("engines") == [fault | {"status": "restarting"}])
+        assert pinned(client, 1).headers["retry-after"] == "1"
+        server.engines[1].start()
 
 
 def test_an_engine_that_is_lost_while_nobody_is_connected_to_its_successor_yet() -> None:
