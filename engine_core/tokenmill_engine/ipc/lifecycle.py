@@ -41,8 +41,8 @@ def become_child(
 
     Call it early in the child's main thread. If the parent is gone already, `run_dir` is removed and this exits.
     """
-    set_title(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_title(title)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
