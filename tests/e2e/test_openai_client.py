@@ -123,5 +123,5 @@ def test_leaving_a_stream_ends_the_request(smollm_server: Server, client: OpenAI
 def test_the_chat_command(smollm_server: Server) -> None:
     case = REFERENCE[0]
     command = [sys.executable, "-m", "tokenmill", "chat", "--url", f"{smollm_server.url}/v1", "--temperature", "0"]
-    done = subprocess.run([*command, "-q", case["prompt"]], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([*command, "-q", case["prompt"]], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, case["fp32_text"] + "\n")

@@ -1,14 +1,17 @@
 """Connections to a server with several API servers: who has taken which, as the kernel tells."""
 
 import socket
+import time
 from collections.abc import Iterable
 
 import httpx
 import psutil
 
 from tests.support.exposition import samples
-from tests.support.server import Server, wait_for
+from tests.support.server import PATIENCE_S, Server, wait_for
 
+_MAX_OTHERS = 64
+"""Connections that are kept so that the next one goes to somebody else."""
 GET_MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -23,17 +26,23 @@ def connect(server: Server, send: bytes = b"") -> socket.socket:
 
 def taken_by_each(server: Server, connections: Iterable[socket.socket]) -> list[int]:
     """How many of `connections` each API server has taken, in the order of their numbers."""
-    ports = {connection.getsockname()[1] for connection in connections}
-    taken = []
-    for pid in server.api_server_pids():
-        peers = [at.raddr.port for at in psutil.Process(pid).net_connections("tcp") if at.raddr]
-        taken.append(len(ports.intersection(peers)))
-    return taken
+    return ports_taken_by_each(server, (connection.getsockname()[1] for connection in connections))
+
+
+def ports_taken_by_each(server: Server, ports: Iterable[int]) -> list[int]:
+    """The same of connections from these ports."""
+    wanted = set(ports)
+    return [len(wanted.intersection(_peers(pid))) for pid in server.api_server_pids()]
+
+
+def _peers(pid: int) -> list[int]:
+    """Ports at the other ends of a process's connections."""
+    return [at.raddr.port for at in psutil.Process(pid).net_connections("tcp") if at.raddr]
 
 
 def wait_until_taken(server: Server, connections: list[socket.socket]) -> list[int]:
     """`taken_by_each` once it is all of them."""
-    wait_for(lambda: sum(taken_by_each(server, connections)) == len(connections), 30, "accepted connections")
+    wait_for(lambda: sum(taken_by_each(server, connections)) == len(connections), PATIENCE_S, "accepted connections")
     return taken_by_each(server, connections)
 
 
@@ -56,16 +65,31 @@ def read_answers(connection: socket.socket, count: int = 1) -> list[bytes]:
     return bodies
 
 
+def meet_each(server: Server) -> list[socket.socket]:
+    """A connection to each of the API servers, in the order of their numbers, once all of them accept any."""
+    met: dict[int, socket.socket] = {}
+    others: list[socket.socket] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while not met.keys() >= set(pids := server.api_server_pids()):
+        assert time.monotonic() < deadline, f"only {len(met)} of {len(pids)} API servers accept connections"
+        if len(others) == _MAX_OTHERS:
+            close_all(others)
+        connection = connect(server)
+        wait_until_taken(server, [connection])
+        port = connection.getsockname()[1]
+        pid = next(pid for pid in server.api_server_pids() if port in _peers(pid))
+        if met.setdefault(pid, connection) is not connection:
+            others.append(connection)
+    close_all(others)
+    return [met[pid] for pid in pids]
+
+
 def scrape_each(server: Server) -> list[dict[str, float]]:
     """The metrics as each of the API servers tells them, in the order of their numbers."""
-    connections: list[socket.socket] = []
+    connections = meet_each(server)
     try:
-        while len(connections) < 64 and not all(taken_by_each(server, connections)):
-            connections.append(connect(server))
-            wait_until_taken(server, connections)
         pages = []
-        for index in range(len(server.api_server_pids())):
-            connection = next(c for c in connections if taken_by_each(server, [c])[index])
+        for connection in connections:
             connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
             pages.append(samples(read_answers(connection)[0].decode()))
         return pages
