@@ -106,7 +106,8 @@ def serve(values: FlagValues, parallel: DataParallelConfig) -> int:
         remote = None
         if parallel.is_head:
             facts = facts_of(configuration.engine, parallel)
-            remote = RemoteEngines(parallel, facts, watcher, run_dir.metrics)
+            gives_up = configuration.faults.engine_stall_timeout_s > 0
+            remote = RemoteEngines(parallel, facts, watcher, run_dir.metrics, gives_up)
             stack.callback(remote.close)
         launcher = Launcher(configuration, listener, run_dir, watcher, engines, remote)
         stack.callback(launcher.stop)
@@ -171,8 +172,8 @@ class Launcher:
                 self._handle(event)
             for update in self._engines.tick():
                 self._on_engine(update)
-            if self._remote is not None:
-                self._remote.tick()
+            for update in self._remote.tick() if self._remote is not None else ():
+                self._on_engine(update)
             for client in self._api_servers.tick():
                 if self._announced:
                     self._api_servers.send(client, self._table.introduction)

@@ -217,7 +217,7 @@ class EngineSupervisor:
         )
         watch_child(self._watcher, ("engine", rank.number), child)
         rank.child = child
-        self._liveness.watch(("engine", rank.number), child)
+        self._liveness.watch(("engine", rank.number), child.channel, child.process.pid)
 
     def _configure(self, rank: _Rank, config: EngineConfig, began: float) -> None:
         bind = self._bind(rank.number, rank.incarnation)

@@ -16,12 +16,14 @@ import psutil
 from tests.support.server import wait_for
 
 SCRIPT = """
+import os
 import sys
 from tokenmill_engine.errors import TokenmillError
-from tokenmill_server import api_servers, supervisor
+from tokenmill_server import api_servers, liveness, supervisor
 from tokenmill_server.cli import serve
 api_servers._MODULE = "tests.support.scripted_api_server"
 supervisor._ENGINE_MODULE = "tests.support.scripted_engine"
+liveness.SILENT_S = float(os.environ.get("SILENT_S", liveness.SILENT_S))
 try:
     sys.exit(serve.main(sys.argv[1:]))
 except TokenmillError as error:
@@ -90,6 +92,7 @@ class Launched:
 def launched(
     *arguments: str, engine: str = "ready", api: str = "serve", environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Launched]:
+    """SILENT_S in `environment`: how long nobody may be silent, in seconds."""
     with tempfile.TemporaryDirectory(prefix="l-") as folder:
         run = Launched(Path(folder), engine, api, arguments, environment)
         try:

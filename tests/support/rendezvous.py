@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 
 from tests.support.server import wait_for
+from tokenmill_engine.ipc.control import Ping, Pulse
 from tokenmill_engine.ipc.sockets import public_key
 from tokenmill_engine.messages import Endpoints, EngineReady
 from tokenmill_server.config import DataParallelConfig
+from tokenmill_server.data_parallel.connection import send_if_open
 from tokenmill_server.data_parallel.head import RemoteEngines
 from tokenmill_server.data_parallel.joining import Head, join
-from tokenmill_server.data_parallel.messages import Facts
+from tokenmill_server.data_parallel.messages import Facts, FromHead
 from tokenmill_server.watcher import Readable, Watcher
 
 FACTS = Facts("model", "digest", {"--dtype": "float32"}, {"--max-num-seqs": "4"})
@@ -51,12 +53,21 @@ def everything(stranger: socket.socket) -> bytes:
     return bytes(said)
 
 
+def hear(launcher: Head) -> FromHead:
+    """What the head says next to a launcher, which shows that it lives meanwhile."""
+    while isinstance(message := launcher.channel.receive(), Ping):
+        send_if_open(launcher.channel, Pulse())
+    return message
+
+
 class Rendezvous:
     """A head whose events are handled in a thread; `updates` is what it told."""
 
-    def __init__(self, metrics: Path, config: DataParallelConfig = HEAD, facts: Facts = FACTS) -> None:
+    def __init__(
+        self, metrics: Path, config: DataParallelConfig = HEAD, facts: Facts = FACTS, gives_up: bool = True
+    ) -> None:
         self._watcher = Watcher()
-        self.remote = RemoteEngines(config, facts, self._watcher, metrics)
+        self.remote = RemoteEngines(config, facts, self._watcher, metrics, gives_up)
         self.port = int(self.remote.address.rpartition(":")[2])
         self.updates: list[Any] = []
         self._tasks: list[tuple[Callable[[], None], threading.Event]] = []
@@ -100,7 +111,7 @@ class Rendezvous:
             for event in self._watcher.wait(0.02):
                 assert isinstance(event, Readable)
                 self.updates += self.remote.handle(event)
-            self.remote.tick()
+            self.updates += self.remote.tick()
             while self._tasks:
                 task, done = self._tasks.pop(0)
                 task()

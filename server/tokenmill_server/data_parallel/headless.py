@@ -13,12 +13,13 @@ import msgspec
 
 from tokenmill_engine.errors import EngineDeadError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.control import EngineLost, MetricsWanted
+from tokenmill_engine.ipc.control import EngineLost, MetricsWanted, Ping, Pulse
 from tokenmill_engine.ipc.lifecycle import process_began
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metric_files import retire_process
 from tokenmill_server.config import Configuration, DataParallelConfig
 from tokenmill_server.data_parallel.agreement import facts_of
+from tokenmill_server.data_parallel.connection import send_if_open
 from tokenmill_server.data_parallel.joining import Head, join
 from tokenmill_server.data_parallel.messages import (
     FromHead,
@@ -36,6 +37,7 @@ from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.launching import child_environment, end_at_once, stop_signals, stopped_early
+from tokenmill_server.liveness import Liveness
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
 from tokenmill_server.watcher import Event, Exited, Readable, Said, Signalled, Watcher
@@ -120,12 +122,16 @@ class HeadlessLauncher:
         self._metrics_due = 0.0
         self._metrics_kept = True
         """The head has taken in what was sent last."""
+        self._liveness = Liveness(gives_up=configuration.faults.engine_stall_timeout_s > 0)
+        """Of the head."""
         self._is_announced = False
         self._status: int | None = None
 
     def run(self) -> int:
         """Handles what happens until this launcher is to end; returns the exit status."""
         self._watcher.watch(self._head.channel, _KEY)
+        self._liveness.watch(_KEY, self._head.channel)
+        self._liveness.expect_answers(_KEY)
         try:
             self._engines.configure(self._configuration.engine, self._configuration.faults)
             while self._status is None:
@@ -133,6 +139,8 @@ class HeadlessLauncher:
                     self._handle(event)
                 for update in self._engines.tick():
                     self._tell(update)
+                for _, fault in self._liveness.look():
+                    raise EngineDeadError(f"the head at {self._head.address} {fault}, and its launchers end with it")
                 self._send_metrics()
             # Engine cores that are told to end take the folder with the metrics for one that nobody owns any more.
             self._send_metrics(last=True)
@@ -143,7 +151,8 @@ class HeadlessLauncher:
             raise
 
     def _time_to_wait(self) -> float:
-        at = min(self._engines.next_tick, self._metrics_due if self._metrics_kept else float("inf"))
+        metrics_due = self._metrics_due if self._metrics_kept else float("inf")
+        at = min(self._engines.next_tick, self._liveness.next_look, metrics_due)
         return max(0.0, at - time.monotonic())
 
     def _handle(self, event: Event) -> None:
@@ -169,11 +178,14 @@ class HeadlessLauncher:
                     f"the head at {self._head.address} is gone, and its launchers end with it"
                 ) from None
             return
+        self._liveness.answered(_KEY)
         for message in messages:
             self._take(message)
 
     def _take(self, message: FromHead) -> None:
         match message:
+            case Ping():
+                self._send(Pulse())
             case MetricFilesKept():
                 self._metrics_kept = True
             case MetricsWanted(number=number):
@@ -214,7 +226,4 @@ class HeadlessLauncher:
             self._send(MetricFiles(changes))
 
     def _send(self, message: FromLauncher) -> None:
-        try:
-            self._head.channel.send(message)
-        except ChannelClosedError:
-            logger.debug("the head is gone; its end of file follows")
+        send_if_open(self._head.channel, message)

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.rendezvous import FACTS, HEAD, Rendezvous, everything, ready, say, usable
+from tests.support.rendezvous import FACTS, HEAD, Rendezvous, everything, hear, ready, say, usable
 from tests.support.server import wait_for
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.control import EngineLost, EngineStalled, MetricsWanted
-from tokenmill_server.data_parallel import head, joining
+from tokenmill_server.data_parallel import head, joining, reception
 from tokenmill_server.data_parallel.authentication import new_nonce
 from tokenmill_server.data_parallel.connection import listen
 from tokenmill_server.data_parallel.joining import Head, join
@@ -175,7 +175,7 @@ def test_a_head_without_engine_cores_takes_the_first_launcher_as_the_measure(tmp
 
 
 def test_strangers_are_let_go(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(reception, "_SILENT_S", 0.3)
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x05\0\0\0hello", b"\x02\0\0\0{}", b"", b'\x13\0\0\0{"type":"Accepted"}'):
         with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
             stranger.sendall(said)
@@ -263,7 +263,7 @@ def test_a_launcher_that_is_let_go_takes_its_ranks_along(
     rendezvous.wait_for(usable(joined, 2))
     joined.channel.send(again)
     rendezvous.wait_for(usable(joined, 2), EngineLost(2, 0, "engine core 2 is gone with its launcher", may_return=True))
-    assert isinstance(joined.channel.receive(), Refused)
+    assert isinstance(hear(joined), Refused)
     assert rendezvous.remote.missing == [2, 3]
 
 
@@ -272,7 +272,9 @@ def test_a_launcher_that_does_not_read_is_lost(rendezvous: Rendezvous, joined: H
     joined.channel.send(ready(2))
     rendezvous.wait_for(usable(joined, 2))
     [accepted] = rendezvous.remote._launchers.values()
-    connection, heads_end = (socket.socket(fileno=socket.dup(each.channel.fileno())) for each in (joined, accepted))
+    connection, heads_end = (
+        socket.socket(fileno=socket.dup(each.channel.fileno())) for each in (joined, accepted.connection)
+    )
     with connection, heads_end:
         heads_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # megabytes would take long to fill
         with ThreadPoolExecutor(1) as pool:
@@ -288,17 +290,17 @@ def test_a_launcher_that_does_not_read_is_lost(rendezvous: Rendezvous, joined: H
 def test_what_a_launcher_says_of_other_ranks_ends_its_connection(rendezvous: Rendezvous, joined: Head) -> None:
     joined.channel.send(ready(1))
     with pytest.raises(ChannelClosedError):
-        joined.channel.receive()
+        hear(joined)
     assert rendezvous.updates == []
     rendezvous.join()
 
 
 def test_metric_files_are_kept(rendezvous: Rendezvous, joined: Head, tmp_path: Path) -> None:
     joined.channel.send(MetricFiles({"counter_5.db": None}))
-    assert isinstance(joined.channel.receive(), MetricFilesKept)
+    assert isinstance(hear(joined), MetricFilesKept)
     joined.channel.send(MetricFiles({"../x_5.db": None}))
     with pytest.raises(ChannelClosedError):
-        joined.channel.receive()
+        hear(joined)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -310,11 +312,11 @@ def test_metrics_are_fetched_from_all_launchers(rendezvous: Rendezvous) -> None:
     fetched.clear()
     launchers = [rendezvous.join(rank, 1) for rank in (2, 3)]
     rendezvous.run(lambda: rendezvous.remote.fetch_metrics(fetched.set))
-    questions = [launcher.channel.receive() for launcher in launchers]
+    questions = [hear(launcher) for launcher in launchers]
     assert questions == [MetricsWanted(2), MetricsWanted(2)]
     launchers[0].channel.send(MetricFiles({}, answers=1))
     launchers[0].channel.send(MetricFiles({}))
-    assert launchers[0].channel.receive() == MetricFilesKept()
+    assert hear(launchers[0]) == MetricFilesKept()
     assert not fetched.is_set()
     launchers[0].channel.send(MetricFiles({}, answers=2))
     assert not fetched.wait(0.1)
@@ -333,13 +335,13 @@ def test_a_launcher_that_does_not_answer_is_not_asked_for_ever(rendezvous: Rende
     for _ in range(40):
         rendezvous.run(lambda: rendezvous.remote.fetch_metrics(fetched))
     assert num_fetched == 24
-    asked = [joined.channel.receive() for _ in range(16)]
+    asked = [hear(joined) for _ in range(16)]
     assert asked == [MetricsWanted(number) for number in range(1, 17)]
     for number in range(1, 17):
         joined.channel.send(MetricFiles({}, answers=number))
     wait_for(lambda: num_fetched == 40, 10, "answers")
     rendezvous.run(lambda: rendezvous.remote.fetch_metrics(fetched))
-    assert joined.channel.receive() == MetricsWanted(41)
+    assert hear(joined) == MetricsWanted(41)
 
 
 def test_an_orderly_end_is_told(rendezvous: Rendezvous, joined: Head) -> None:
@@ -348,11 +350,11 @@ def test_an_orderly_end_is_told(rendezvous: Rendezvous, joined: Head) -> None:
         say(stranger, JoinRequest(__version__, b"1"))
         assert b"Challenge" in stranger.recv(1000)
         rendezvous.run(rendezvous.remote.say_goodbye)
-        assert isinstance(joined.channel.receive(), HeadStopped)
+        assert isinstance(hear(joined), HeadStopped)
         rendezvous.stop()
         assert everything(stranger) == b""
     with pytest.raises(ChannelClosedError):
-        joined.channel.receive()
+        hear(joined)
 
 
 def test_a_head_that_is_about_to_end_is_not_there_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
