@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.api_server import MODEL_NAME, Server, run_server
 from tests.support.echo_engine import EchoEngine
+from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error
 from tokenmill_engine.ipc.control import (
     EngineBack,
@@ -31,10 +32,7 @@ KILLED = "engine core 1 was killed (SIGKILL)"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+    wait_for(condition, PATIENCE_S, "such state", poll_s=0.01)
 
 
 def tell(server: Server, message: ToApiServer) -> None:
@@ -71,7 +69,7 @@ def test_one_of_two_engines_is_lost_and_comes_back() -> None:
         wait_until(lambda: all(engine.num_running == 1 for engine in server.engines))
         server.engines[1].stop()
         tell(server, EngineLost(1, 0, KILLED, restarts=True))
-        failed = open_calls[1].result(20)
+        failed = open_calls[1].result(PATIENCE_S)
         assert is_error(failed, 500, code="engine_dead")
         assert failed.json()["error"]["message"] == KILLED
         missing = {"engine": 1, "status": "restarting", "reason": KILLED}
@@ -82,7 +80,7 @@ def test_one_of_two_engines_is_lost_and_comes_back() -> None:
         served = len(server.engines[0].added)
         assert [client.post(PATH, json=SHORT).status_code for _ in range(6)] == [200] * 6
         assert len(server.engines[0].added) == served + 6
-        assert open_calls[0].result(30).json()["choices"][0]["finish_reason"] == "length"
+        assert open_calls[0].result(PATIENCE_S).json()["choices"][0]["finish_reason"] == "length"
 
         again = restart(server, 1)
         tell(server, EngineBack(again.ready()))
@@ -173,7 +171,7 @@ def test_an_api_server_that_starts_while_an_engine_is_lost() -> None:
 def test_stalled_engines() -> None:
     """One gets no requests; if all are, they get them, and /health says no."""
     with run_server(2) as server, server.client() as client:
-        tell(server, EngineStalled(0, 0, time.time() - 61))
+        tell(server, EngineStalled(0, 0, time.time() - 6100))
         wait_until(lambda: "engines" in health(client)[1])
         status, body = health(client)
         assert (status, body["status"]) == (200, "ok")
@@ -184,7 +182,7 @@ def test_stalled_engines() -> None:
         assert len(server.engines[0].added) == 0
         assert pinned(client, 0).status_code == 200
 
-        tell(server, EngineStalled(1, 0, time.time() - 61))
+        tell(server, EngineStalled(1, 0, time.time() - 6100))
         wait_until(lambda: health(client)[0] == 503)
         assert health(client)[1]["status"] == "stalled"
         assert health(client)[1]["reason"] == "no engine core gets its work done"
