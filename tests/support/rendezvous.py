@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tests.support.server import wait_for
+from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.ipc.control import Ping, Pulse
 from tokenmill_engine.ipc.sockets import public_key
 from tokenmill_engine.messages import Endpoints, EngineReady
@@ -46,7 +46,7 @@ def say(stranger: socket.socket, *messages: msgspec.Struct | bytes) -> None:
 
 def everything(stranger: socket.socket) -> bytes:
     """What the head says until it ends the connection."""
-    stranger.settimeout(20)
+    stranger.settimeout(PATIENCE_S)
     said = bytearray()
     while data := stranger.recv(1 << 16):
         said += data
@@ -95,10 +95,21 @@ class Rendezvous:
         """Runs `task` in the head's thread."""
         done = threading.Event()
         self._tasks.append((task, done))
-        assert done.wait(10)
+        assert done.wait(PATIENCE_S)
+
+    @property
+    def missing(self) -> list[int]:
+        """What the head says of ranks that no launcher has, between two of its events."""
+        missing: list[int] = []
+        self.run(lambda: missing.extend(self.remote.missing))
+        return missing
+
+    def stranger(self) -> socket.socket:
+        """A connection to the head over which nothing was said yet."""
+        return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S)
 
     def wait_for(self, *updates: object) -> None:
-        wait_for(lambda: self.updates == list(updates), 10, f"updates {updates}")
+        wait_for(lambda: self.updates == list(updates), PATIENCE_S, f"updates {updates}")
 
     def stop(self) -> None:
         self._stopping = True

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.rendezvous import FACTS, Rendezvous, everything, say
-from tests.support.server import wait_for
+from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_server.data_parallel import reception
 from tokenmill_server.data_parallel.messages import JoinRequest, Registration
 from tokenmill_server.version import __version__
@@ -31,7 +31,7 @@ def strangers(rendezvous: Rendezvous, count: int, *said: JoinRequest) -> Iterato
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(count):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", rendezvous.port), 20))
+            connection = stack.enter_context(rendezvous.stranger())
             say(connection, *said)
             connections.append(connection)
         yield connections
@@ -48,8 +48,8 @@ def test_launchers_join_at_once_however_many_strangers_wait(
         began = time.monotonic()
         for rank in (2, 3):
             rendezvous.join(rank, 1)
-        assert time.monotonic() - began < 5
-        assert rendezvous.remote.missing == []
+        assert time.monotonic() - began < PATIENCE_S
+        assert rendezvous.missing == []
 
 
 def test_who_is_joining_is_not_pushed_out_by_those_that_say_nothing(
@@ -67,10 +67,12 @@ def test_who_is_joining_is_not_pushed_out_by_those_that_say_nothing(
 def test_who_says_nothing_is_let_go_sooner_than_who_is_joining(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "_SILENT_S", 0.2)
-    with strangers(rendezvous, 1) as (silent,), strangers(rendezvous, 1, JoinRequest(__version__, b"1")) as (joining,):
+    monkeypatch.setattr(reception, "_HANDSHAKE_S", 2 * PATIENCE_S)
+    with strangers(rendezvous, 1, JoinRequest(__version__, b"1")) as (joining,):
         assert b"Challenge" in joining.recv(1000)
-        assert silent.recv(1) == b""
+        monkeypatch.setattr(reception, "_SILENT_S", 0.2)
+        with strangers(rendezvous, 1) as (silent,):
+            assert silent.recv(1) == b""
         say(joining, Registration(2, 2, FACTS, b""))
         assert b"Refused" in everything(joining)
 
@@ -81,12 +83,13 @@ def test_many_strangers_are_one_warning(
     monkeypatch.setattr(reception, "_SILENT_S", 0.2)
     with strangers(rendezvous, 1) as (first,):
         assert first.recv(1) == b""
-    wait_for(lambda: f"{LET_GO}: 1, the last one from 127.0.0.1:" in caplog.text, 20, "a warning")
+    wait_for(lambda: f"{LET_GO}: 1, the last one from 127.0.0.1:" in caplog.text, PATIENCE_S, "a warning")
     with strangers(rendezvous, 30) as more:
         for connection in more:
             assert connection.recv(1) == b""
+    monkeypatch.setattr(reception, "_SILENT_S", PATIENCE_S)
     rendezvous.join()
     assert caplog.text.count(LET_GO) == 1
     assert [record.levelno for record in caplog.records if LET_GO in record.getMessage()] == [logging.WARNING]
     monkeypatch.setattr(rendezvous.remote._reception, "_warn_at", time.monotonic())
-    wait_for(lambda: f"{LET_GO}: 30, the last one" in caplog.text, 20, "the next warning")
+    wait_for(lambda: f"{LET_GO}: 30, the last one" in caplog.text, PATIENCE_S, "the next warning")

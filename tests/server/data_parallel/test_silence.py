@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import Launched, launched
+from tests.support.ports import free_port
 from tests.support.rendezvous import Rendezvous, hear, ready, usable
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.control import EngineLost, Ping, Pulse
@@ -43,7 +43,7 @@ def test_a_launcher_that_answers_no_ping_is_lost(tmp_path: Path, caplog: pytest.
     rendezvous = Rendezvous(tmp_path)
     silent = join(rendezvous)
     rendezvous.wait_for(usable(silent, 2), GONE)
-    assert rendezvous.remote.missing == [2, 3]
+    assert rendezvous.missing == [2, 3]
     assert "the launcher of ranks 2 to 3 at 127.0.0.1:" in caplog.text
     assert "is gone: it did not react for 1 s" in caplog.text
     assert silent.channel.receive() == Ping()
@@ -86,12 +86,6 @@ def test_the_head_answers_a_launcher(tmp_path: Path) -> None:
     joined.channel.send(Ping())
     assert hear(joined) == Pulse()
     rendezvous.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
