@@ -194,7 +194,8 @@ def test_a_killed_engine_core_is_restarted_by_its_launcher(pair: Pair) -> None:
     assert "engine core 1" in error["message"]
     wait_for_return(head, 1)
     assert "engine core 1 serves again" in head.log
-    assert finished(head, 1) == count + 2
+    assert finished(head, 1) == count + 3
+    assert head.metric("request_success_total", engine="1", finished_reason="error") == 1
     assert kept.is_alive()
     assert head.metric("num_requests_running") == 1
 
@@ -237,6 +238,7 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path, temporary: Path)
             assert error is not None
             assert "engine core 1" in error["message"]
             wait_for_end(processes, 10)
+        assert head.metric("request_success_total", engine="1", finished_reason="error") == 1
         wait_for(lambda: ask(head, 1).status_code == 503, 10, "a rank that is gone")
         assert health(head) == 200
         assert pinned(head, 0)

@@ -74,6 +74,7 @@ def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server
         assert pinned(server, rank).status_code == 200
     tokens = server.metric("generation_tokens_total", engine="1")
     finished = server.metric("request_success_total", engine="1")
+    failed = server.metric("request_success_total", engine="1", finished_reason="error")
     restarts = server.metric("engine_restarts_total", engine="1")
     lost = [stream(server, 1), stream(server, 1), stream(server, 1, stream=False)]
     kept = stream(server, 0, n=2)
@@ -94,7 +95,8 @@ def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server
     assert pinned(server, 1).status_code == 200
     assert server.metric("engine_restarts_total", engine="1") == restarts + 1
     assert server.metric("generation_tokens_total", engine="1") > tokens + 4
-    assert server.metric("request_success_total", engine="1") == finished + 1
+    assert server.metric("request_success_total", engine="1") == finished + 1 + len(lost)
+    assert server.metric("request_success_total", engine="1", finished_reason="error") == failed + len(lost)
     assert server.metric("num_requests_running", engine="1") == 0
     assert kept.is_alive()
     kept.leave()
