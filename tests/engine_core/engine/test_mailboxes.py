@@ -170,7 +170,7 @@ from tokenmill_engine.mailboxes import Outbox
 outbox = Outbox(zmq.Context(), "inproc://out", print, print)
 outbox.start()
 outbox.put([(1, object())])
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -178,6 +178,6 @@ time.sleep(100)
 @pytest.mark.parametrize(("name", "script"), [("inbox", FAILING_INBOX), ("outbox", FAILING_OUTBOX)])
 def test_the_process_ends_with_either_thread(name: str, script: str) -> None:
     """Without the one it would be deaf, without the other dumb, and requests would wait for ever."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert f"thread {name} failed" in done.stderr

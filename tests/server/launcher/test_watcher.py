@@ -36,7 +36,7 @@ def echo() -> None:
         if text == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send(Line("deaf"))
-            time.sleep(60)
+            time.sleep(600)
 
 
 if __name__ == "__main__":
