@@ -272,6 +272,9 @@ class FrontendMetrics:
             [{"reason": reason} for reason in _REJECTION_REASONS],
         )
         self.admission_rejections = dict(zip(_REJECTION_REASONS, rejections, strict=True))
+        self._add_http(registry)
+
+    def _add_http(self, registry: CollectorRegistry) -> None:
         self._http_requests = Counter(
             "http_requests_total", "HTTP requests.", ("handler", "method", "status"), registry=registry
         )
