@@ -36,8 +36,11 @@ def ports_taken_by_each(server: Server, ports: Iterable[int]) -> list[int]:
 
 
 def _peers(pid: int) -> list[int]:
-    """Ports at the other ends of a process's connections."""
-    return [at.raddr.port for at in psutil.Process(pid).net_connections("tcp") if at.raddr]
+    """Ports at the other ends of a process's connections. One that has just ended has none."""
+    try:
+        return [at.raddr.port for at in psutil.Process(pid).net_connections("tcp") if at.raddr]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def wait_until_taken(server: Server, connections: list[socket.socket]) -> list[int]:
@@ -54,15 +57,21 @@ def close_all(connections: list[socket.socket]) -> None:
 
 def read_answers(connection: socket.socket, count: int = 1) -> list[bytes]:
     """The bodies of the next `count` answers, which are of known length and the last ones that are under way."""
-    bodies = []
+    return [body for _, body in _read_answers(connection, count)]
+
+
+def _read_answers(connection: socket.socket, count: int) -> list[tuple[int, bytes]]:
+    """Statuses and bodies."""
+    answers = []
     with connection.makefile("rb") as stream:
         for _ in range(count):
+            status = int(stream.readline().split()[1])
             length = 0
             while (line := stream.readline().strip().lower()) != b"":
                 if line.startswith(b"content-length:"):
                     length = int(line.partition(b":")[2])
-            bodies.append(stream.read(length))
-    return bodies
+            answers.append((status, stream.read(length)))
+    return answers
 
 
 def meet_each(server: Server) -> list[socket.socket]:
@@ -77,21 +86,24 @@ def meet_each(server: Server) -> list[socket.socket]:
         connection = connect(server)
         wait_until_taken(server, [connection])
         port = connection.getsockname()[1]
-        pid = next(pid for pid in server.api_server_pids() if port in _peers(pid))
-        if met.setdefault(pid, connection) is not connection:
+        taker = next((pid for pid in pids if port in _peers(pid)), None)
+        if taker is None or met.setdefault(taker, connection) is not connection:
             others.append(connection)
     close_all(others)
     return [met[pid] for pid in pids]
 
 
-def scrape_each(server: Server) -> list[dict[str, float]]:
-    """The metrics as each of the API servers tells them, in the order of their numbers."""
+def get_from_each(server: Server, path: str) -> list[tuple[int, bytes]]:
+    """Status and body of the answer of each of the API servers, in the order of their numbers."""
     connections = meet_each(server)
     try:
-        pages = []
         for connection in connections:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            pages.append(samples(read_answers(connection)[0].decode()))
-        return pages
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        return [_read_answers(connection, 1)[0] for connection in connections]
     finally:
         close_all(connections)
+
+
+def scrape_each(server: Server) -> list[dict[str, float]]:
+    """The metrics as each of the API servers tells them, in the order of their numbers."""
+    return [samples(body.decode()) for _, body in get_from_each(server, "/metrics")]

@@ -120,6 +120,14 @@ class BackgroundStream(threading.Thread):
         self._left.set()
         self.join(PATIENCE_S)
 
+    @staticmethod
+    def leave_all(streams: "Sequence[BackgroundStream]") -> None:
+        """Each goes away with its next event; those that have none yet may get it when others are gone."""
+        for stream in streams:
+            stream._left.set()
+        for stream in streams:
+            stream.leave()
+
     def result(self, timeout_s: float = PATIENCE_S) -> Stream:
         """The whole stream; fails if it hangs."""
         self.join(timeout_s)
