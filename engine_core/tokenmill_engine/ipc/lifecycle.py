@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _START_TIME_FIELD = 19
 """Of /proc/self/stat, from the state on: ticks from the start of the machine to that of the process."""
+_REMOVAL_ATTEMPTS = 5
+"""Another thread, or another process that has not noticed yet, may put a file into a folder while it is removed."""
 _CLOSE_WAIT_S = 1.0
 """How much later than its death signal a dying parent closes its sockets, at most."""
 
@@ -104,7 +106,10 @@ def exit_terminated(channel: ControlChannel[T], run_dir: str) -> NoReturn:
 
 def exit_orphaned(run_dir: str) -> NoReturn:
     """Remove `run_dir` and end this process: the launcher is gone and cannot clean up any more."""
-    shutil.rmtree(run_dir, ignore_errors=True)
+    for _ in range(_REMOVAL_ATTEMPTS):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if not os.path.exists(run_dir):
+            break
     os._exit(1)
 
 

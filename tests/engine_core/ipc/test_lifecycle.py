@@ -68,3 +68,28 @@ def test_a_child_whose_parent_was_gone_before_it_began_exits_at_once(tmp_path: P
     with pytest.raises(ChannelClosedError):
         child.channel.receive()
     child.channel.close()
+
+
+ORPHAN = """
+import shutil, sys
+from pathlib import Path
+from tokenmill_engine.ipc import lifecycle
+remove, folder = shutil.rmtree, Path(sys.argv[1])
+
+def remove_and_write(path, **options):
+    remove(path, **options)
+    lifecycle.shutil.rmtree = remove
+    folder.mkdir()
+    (folder / "file").touch()
+
+lifecycle.shutil.rmtree = remove_and_write
+lifecycle.exit_orphaned(str(folder))
+"""
+
+
+def test_a_folder_that_gets_a_file_while_it_is_removed_goes_all_the_same(tmp_path: Path) -> None:
+    """Other threads do not know yet that the end has come."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert subprocess.run([sys.executable, "-c", ORPHAN, str(folder)], check=False).returncode == 1
+    assert not folder.exists()
