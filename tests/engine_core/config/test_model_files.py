@@ -210,7 +210,7 @@ def answer_all(listener: socket.socket, answer: bytes) -> None:
     with contextlib.suppress(OSError):
         while True:
             connection, _ = listener.accept()
-            with connection:
+            with connection, contextlib.suppress(ConnectionError):
                 connection.recv(65536)
                 connection.sendall(answer)
 
