@@ -260,8 +260,9 @@ def test_killed_engine_core(tiny_model: Path) -> None:
 
 
 SCRIPT = """
-import sys
+import signal, sys
 from tokenmill import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a script
 llm = LLM(sys.argv[1], device="cpu", dtype="float32", kv_cache_memory_bytes="64M")
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print("ready", flush=True)
