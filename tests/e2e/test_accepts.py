@@ -15,7 +15,7 @@ from tests.support.connections import (
     taken_by_each,
     wait_until_taken,
 )
-from tests.support.server import Server, wait_for
+from tests.support.server import PATIENCE_S, Server, wait_for
 from tests.support.streams import raw_request
 
 pytestmark = pytest.mark.slow
@@ -98,12 +98,14 @@ def test_a_killed_api_server_whose_successor_gets_its_share(
     assert psutil.Process(newcomer).is_running()
     again = [connect(scaled_server) for _ in range(100)]
     connections += again
-    wait_for(lambda: sum(taken_by_each(scaled_server, again)) == 100, 30, "accepted connections")
+    wait_for(lambda: sum(taken_by_each(scaled_server, again)) == 100, PATIENCE_S, "accepted connections")
     taken = taken_by_each(scaled_server, again)
     assert 15 <= taken[1] <= 75
     assert all(taken)
     come_and_go(scaled_server, connections, num_turns=60)
-    wait_for(lambda: max(taken_by_each(scaled_server, connections)) <= LIMIT, 30, "connections of an even number")
+    wait_for(
+        lambda: max(taken_by_each(scaled_server, connections)) <= LIMIT, PATIENCE_S, "connections of an even number"
+    )
     scaled_server.check_alive()
 
 
@@ -118,5 +120,5 @@ def wait_for_newcomer(server: Server, victim: int) -> int:
             read_answers(connection)
             return taken_by_each(server, [connection])[1] == 1
 
-    wait_for(accepts, 60, "a newcomer that accepts")
+    wait_for(accepts, PATIENCE_S, "a newcomer that accepts")
     return server.api_server_pids()[1]

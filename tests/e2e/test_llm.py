@@ -278,7 +278,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("end", ["of the script", "by Ctrl-C", "by kill -9"])
 def test_nothing_survives_the_script(tiny_model: Path, end: str) -> None:
     """Without `with` and without `shutdown`. Ctrl-C ends a call, not the engine."""
-    with tempfile.TemporaryDirectory(prefix="tm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tm-") as folder, contextlib.ExitStack() as stack:
         script = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(tiny_model), "4" if end == "of the script" else "60000"],
             stdin=subprocess.PIPE,
@@ -286,6 +286,7 @@ def test_nothing_survives_the_script(tiny_model: Path, end: str) -> None:
             text=True,
             env=os.environ | {"TMPDIR": folder},
         )
+        stack.callback(script.kill)
         assert script.stdin is not None
         assert script.stdout is not None
         with script.stdin, script.stdout:
