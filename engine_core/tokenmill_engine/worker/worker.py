@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
@@ -29,9 +30,11 @@ _SPARE_TOKENS = 16
 class Worker:
     """One device. `initialize` once, then `execute` plans in order, from one thread at a time."""
 
-    def __init__(self, config: EngineConfig, device_index: int = 0) -> None:
+    def __init__(self, config: EngineConfig, device_index: int = 0, group: Group = ALONE) -> None:
+        """`group`: the workers that this one computes the model with. It stays the caller's to close."""
         self._config = config
         self._device_index = device_index
+        self._group = group
         self._phases: dict[str, float] = {}
         self._runner: ModelRunner | None = None
 
