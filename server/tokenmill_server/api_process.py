@@ -273,7 +273,9 @@ def _fingerprint(start: ApiServerStart) -> str:
     """Changes with whatever changes answers to the same request."""
     model = start.engine.model
     facts = f"{model.name} {model.path} {model.dtype} {start.server.chat_template}"
-    return f"tokenmill-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+    num_workers = start.engine.parallel.tensor_parallel_size  # another order of additions
+    workers = f"-tp{num_workers}" if num_workers > 1 else ""
+    return f"tokenmill-{__version__}{workers}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-def check_tensor_parallel(architecture: ArchitectureConfig, size: int) -> None:
-    """Whether `size` workers can share the layers of a model.
+def check_tensor_parallel(architecture: ArchitectureConfig, size: int, stated: str | None = None) -> None:
+    """Whether `size` workers can share the layers of a model. `stated` is the flag with its value, as it was written.
 
     Query heads and the feed-forward width must divide. Key-value heads divide too, or several workers hold the same
     one: then it is `size` that divides by their number. The vocabulary need not divide.
@@ -40,7 +40,7 @@ def check_tensor_parallel(architecture: ArchitectureConfig, size: int) -> None:
         return
     valid = [str(size) for size in range(1, architecture.num_heads + 1) if not _obstacles(architecture, size)]
     raise ConfigError(
-        f"--tensor-parallel-size {size} does not fit {architecture.name} with {', '.join(obstacles)}; "
+        f"{stated or f'--tensor-parallel-size {size}'} does not fit {architecture.name} with {', '.join(obstacles)}; "
         f"sizes that do: {', '.join(valid)}"
     )
 

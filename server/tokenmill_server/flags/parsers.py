@@ -129,14 +129,16 @@ def text_list(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text(item) for item in items))
 
 
-def one_of(*choices: str, aliases: dict[str, str] | None = None) -> Parser:
-    """One of `choices`, in any case; `aliases` maps other spellings to them."""
+def one_of(*choices: str, aliases: dict[str, str] | None = None, refused: dict[str, str] | None = None) -> Parser:
+    """One of `choices`, in any case; `aliases` maps other spellings to them, `refused` has the reasons against values
+    that users of vLLM may give."""
     spellings = {choice.lower(): choice for choice in choices} | (aliases or {})
     wanted = f"one of {', '.join(choices)}"
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or value.lower() not in spellings:
-            raise ValueError(wanted)
+            reason = (refused or {}).get(str(value).lower())
+            raise ValueError(wanted if reason is None else f"{wanted} ({reason})")
         return spellings[value.lower()]
 
     return parse

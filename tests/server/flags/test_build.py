@@ -73,6 +73,8 @@ CASES = [
     (["--shutdown-timeout", "1.5"], "server.shutdown_timeout_s", 1.5),
     (["--api-server-count", "4"], "server.api_server_count", 4),
     (["-dp", "2"], "engine.data_parallel_size", 2),
+    (["-tp", "3"], "parallel.tensor_parallel_size", 3),
+    (["--distributed-executor-backend", "mp"], "parallel.executor", "mp"),
     (["-dp", "4", "-dpr", "1", "-dpl", "2"], "engine.data_parallel_first_rank", 1),
     (["-dp", "4", "-dpr", "1", "-dpl", "2"], "data_parallel.size_local", 2),
     (["-dp", "4", "-dpn", "3"], "data_parallel.start_rank", 3),
