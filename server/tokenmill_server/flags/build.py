@@ -59,7 +59,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     if load_format != "dummy":
         check_weights(files)
     _check_tokenizer(files)
-    _check_memory(values, files, device, dtype, parallel.size_local)
+    _check_memory(values, files, device, dtype, (parallel.size_local, workers.world_size))
     names = values["served_model_name"] or (files.name,)
     engine = EngineConfig(
         model=_model_config(values, files, load_format, dtype),
@@ -137,9 +137,12 @@ def _check_tokenizer(files: ModelFiles) -> None:
         raise ConfigError(f"{path} has no tokenizer.json; name a folder that has one with --tokenizer")
 
 
-def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, engines: int) -> None:
-    """Weights alone must fit into this machine `engines` times; what is left for the KV cache is measured after
-    loading."""
+def _check_memory(
+    values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, counts: tuple[int, int]
+) -> None:
+    """Weights alone must fit into this machine once for each of its engine cores, the first of `counts`; what is left
+    for the KV cache is measured after loading, unless its bytes for each worker, the second of them, are given."""
+    engines, workers = counts
     size_flag = "data_parallel_size_local" if values.is_given("data_parallel_size_local") else "data_parallel_size"
     if engines == 0:
         return
@@ -154,11 +157,11 @@ def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dty
         needed = weights
     else:
         room, owner = device.total_memory_bytes, "this machine"
-        needed = engines * (weights + (values["kv_cache_memory_bytes"] or 0))
+        needed = engines * (weights + workers * (values["kv_cache_memory_bytes"] or 0))
     if needed > room:
         remedy = "a smaller model" if engines == 1 else f"a smaller --{FLAGS[size_flag].name} than {engines}"
         if values["kv_cache_memory_bytes"] and engines * weights < room:
-            remedy = f"--kv-cache-memory-bytes {(room // engines - weights) // 2}"
+            remedy = f"--kv-cache-memory-bytes {(room // engines - weights) // workers // 2}"
         raise StartupError(
             f"weights and KV cache need {needed / _GIB:.1f} GiB, {owner} has {room / _GIB:.1f} GiB to give; "
             f"use {remedy}"

@@ -142,3 +142,12 @@ def test_weights_are_there_once_for_all_workers(monkeypatch: pytest.MonkeyPatch)
     assert configure("-tp 3 --dtype float32").parallel.world_size == 3
     with pytest.raises(StartupError, match="use a smaller --data-parallel-size than 2"):
         configure("-tp 3 -dp 2 --dtype float32")
+
+
+def test_bytes_of_the_cache_are_those_of_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "detect_device", lambda requested: DeviceInfo("cpu", "cpu", GIB, 1))
+    assert configure("--dtype float32 --kv-cache-memory-bytes 300M").cache.kv_cache_memory_bytes == 300 * 2**20
+    with pytest.raises(StartupError, match=r"need 1.4 GiB, this machine has 1.0 GiB") as raised:
+        configure("-tp 3 --dtype float32 --kv-cache-memory-bytes 300M")
+    remedy = raised.value.message.partition("use ")[2]
+    assert configure(f"-tp 3 --dtype float32 {remedy}").parallel.world_size == 3
