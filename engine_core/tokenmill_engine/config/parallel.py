@@ -30,7 +30,8 @@ def check_tensor_parallel(architecture: ArchitectureConfig, size: int, stated: s
     """Whether `size` workers can share the layers of a model. `stated` is the flag with its value, as it was written.
 
     Query heads and the feed-forward width must divide. Key-value heads divide too, or several workers hold the same
-    one: then it is `size` that divides by their number. The vocabulary need not divide.
+    one: then it is `size` that divides by their number. The vocabulary need not divide, if something is left for the
+    last worker.
 
     Raises:
         ConfigError: they cannot. Names the numbers in the way and every size that works.
@@ -57,4 +58,6 @@ def _obstacles(architecture: ArchitectureConfig, size: int) -> list[str]:
         obstacles.append(f"{num_kv_heads} key-value head{'s' if num_kv_heads > 1 else ''}")
     if width % size:
         obstacles.append(f"a feed-forward width of {width}")
+    if -(-architecture.vocab_size // size) * (size - 1) >= architecture.vocab_size:
+        obstacles.append(f"a vocabulary of {architecture.vocab_size}")
     return obstacles

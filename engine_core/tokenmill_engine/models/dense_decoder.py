@@ -15,11 +15,12 @@ from tokenmill_engine.attention.batch import AttentionShape, ForwardBatch
 from tokenmill_engine.attention.paged import PagedAttention
 from tokenmill_engine.attention.selection import built_in
 from tokenmill_engine.config.engine import DtypeName, ModelConfig
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.layers.decoder_layer import DecoderLayer
 from tokenmill_engine.layers.embedding import LMHead, TokenEmbedding
-from tokenmill_engine.layers.linear import Placement
 from tokenmill_engine.layers.norm import RMSNorm
+from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_engine.layers.rotary import cos_sin_table
 from tokenmill_engine.models.fused_stack import FusedStack, can_fuse
 from tokenmill_kernels import ops
@@ -40,20 +41,29 @@ _SPARE_POSITIONS = 64
 class DenseDecoder:
     """Embedding, layers, norm, LM head. Constructed empty; `loader.load_model` fills and finalizes it."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None) -> None:
-        """`attention` computes the attention of all layers; by default what is built in for the device."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        attention: AttentionBackend | None = None,
+        group: Group = ALONE,
+    ) -> None:
+        """`attention` computes the attention of all layers; by default what is built in for the device. `group` are
+        the workers that have the model between them: parameters, caches and heads here are this one's part."""
         architecture = config.architecture
         self.architecture = architecture
         self.dtype = TORCH_DTYPES[config.dtype]
         self._attention = attention or built_in(device, self.dtype)
         self.device = device
+        self._placement = placement = Placement(self.dtype, device, group)
         self.kv_specs = tuple(
-            KVSpec("full", architecture.num_kv_heads, architecture.head_dim, config.dtype, window)
+            KVSpec(
+                "full", placement.share(architecture.num_kv_heads).count, architecture.head_dim, config.dtype, window
+            )
             for window in architecture.layer_windows
         )
         self._groups = group_layers(self.kv_specs)
         group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
-        placement = Placement(self.dtype, device)
         self.embed_tokens = TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
         self.layers = [
             DecoderLayer(architecture, self._attend(spec, group_of[index]), placement)
@@ -71,7 +81,8 @@ class DenseDecoder:
         self._fused: FusedStack | None = None
 
     def _attend(self, spec: KVSpec, group: int) -> PagedAttention:
-        shape = AttentionShape(self.architecture.num_heads, spec.num_kv_heads, spec.head_dim, spec.window)
+        num_heads = self._placement.share(self.architecture.num_heads).count
+        shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_dim, spec.window)
         return PagedAttention(shape, group, self._attention)
 
     @property
@@ -79,8 +90,9 @@ class DenseDecoder:
         """Whether the layers run as one native call."""
         return self._fused is not None
 
-    def targets(self) -> dict[str, torch.Tensor]:
-        """Where each checkpoint tensor goes, by its Hugging Face name. Every one must be filled, then `finalize`."""
+    def targets(self) -> dict[str, Target]:
+        """Where each checkpoint tensor goes, or this worker's part of it, by its Hugging Face name. Every one must be
+        filled, then `finalize`."""
         targets = dict(self.embed_tokens.targets("model.embed_tokens"))
         for index, layer in enumerate(self.layers):
             targets.update(layer.targets(f"model.layers.{index}."))
@@ -93,12 +105,13 @@ class DenseDecoder:
         """Brings the loaded weights into the form that the device's kernels like best; the plain ones are freed.
 
         On a CPU whose library can run the whole stack, it takes the layers over unless `allow_fused` is False;
-        results are the same within rounding.
+        results are the same within rounding. A worker that has a part of the layers runs them one by one.
         """
         self.embed_tokens.finalize()
         self.head_rows.finalize()
         embedding = self.embed_tokens.weight
-        fuse = allow_fused and can_fuse(self.architecture, self.dtype, self.device, len(self._groups))
+        is_alone = self._placement.group.size == 1
+        fuse = allow_fused and is_alone and can_fuse(self.architecture, self.dtype, self.device, len(self._groups))
         if fuse and isinstance(embedding, ops.PackedWeight):
             self._fused = FusedStack(self.architecture, self.layers, embedding, self.norm.weight, self.cos_sin)
             return

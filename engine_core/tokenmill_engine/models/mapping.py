@@ -8,6 +8,7 @@ import torch
 
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.errors import ConfigError
+from tokenmill_engine.layers.placement import Share, Target
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,13 +40,15 @@ _GGUF_PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tensor of the checkpoint and the parameter it fills."""
+    """A tensor of the checkpoint and the parameter that it, or a part of it, fills."""
 
     name: str
     """The checkpoint's own name."""
     target: torch.Tensor
     """A view of the parameter whose elements, in row-major order, are in the order of the checkpoint. Its first
-    dimension counts whole rows of the checkpoint's tensor, or whole groups of rows."""
+    dimension counts whole rows of the checkpoint's tensor or of the part, or whole groups of rows."""
+    part: tuple[Share, ...]
+    """Of the checkpoint's tensor, along each of its dimensions."""
 
 
 def match_safetensors(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destination]:
@@ -74,7 +77,7 @@ def _interleaved(destination: Destination, architecture: ArchitectureConfig) -> 
         return destination
     target, half = destination.target, architecture.head_dim // 2
     per_head = target.view(-1, 2, half, *target.shape[1:]).transpose(1, 2)
-    return Destination(destination.name, per_head)
+    return Destination(destination.name, per_head, destination.part)
 
 
 def _gguf_name(name: str) -> str:
@@ -86,22 +89,22 @@ def _gguf_name(name: str) -> str:
 
 
 def _match(
-    targets: Mapping[str, torch.Tensor], shapes: Shapes, source: str, rename: Callable[[str], str]
+    targets: Mapping[str, Target], shapes: Shapes, source: str, rename: Callable[[str], str]
 ) -> list[Destination]:
     """One destination for every parameter. Raises ConfigError, naming tensors, if some are absent or of another
     shape than the configuration says."""
-    destinations = [Destination(rename(name), target) for name, target in targets.items()]
-    missing = [destination.name for destination in destinations if destination.name not in shapes]
+    expected = {rename(name): target for name, target in targets.items()}
+    missing = [name for name in expected if name not in shapes]
     if missing:
         raise ConfigError(f"{source} lacks {len(missing)} tensor(s) of its architecture: {_some(missing)}")
     misshapen = [
-        f"{destination.name} is {list(shapes[destination.name])}, expected {list(destination.target.shape)}"
-        for destination in destinations
-        if shapes[destination.name] != tuple(destination.target.shape)
+        f"{name} is {list(shapes[name])}, expected {list(target.shape)}"
+        for name, target in expected.items()
+        if shapes[name] != target.shape
     ]
     if misshapen:
         raise ConfigError(f"{source} has {len(misshapen)} tensor(s) of the wrong shape: {_some(misshapen)}")
-    return destinations
+    return [Destination(name, target.view, target.part) for name, target in expected.items()]
 
 
 def _refuse_unexpected(names: Iterable[str], destinations: Iterable[Destination], source: str) -> None:

@@ -49,7 +49,7 @@ class Worker:
         with self._phase("device"):
             backend = self._claim_device()
         with self._phase("model"):
-            model = build_model(config.model, backend.device, backend.attention)
+            model = build_model(config.model, backend.device, backend.attention, self._group)
             groups = group_layers(model.kv_specs)
             tables = backend.make_tables(self._slot_shape(len(groups)))
         with WeightLoading(model, config.model) as loading:
@@ -59,7 +59,8 @@ class Worker:
                 backend.attach(model, tables, groups)
                 # All groups take their blocks from one pool.
                 block_bytes = max(group.block_bytes(config.cache.block_size) for group in groups)
-                num_blocks = memory.blocks_in(backend.kv_bytes(block_bytes), block_bytes)
+                # One plan is for all workers: each has the same blocks, of its own heads.
+                num_blocks = self._agree(memory.blocks_in(backend.kv_bytes(block_bytes), block_bytes))
                 max_model_len = memory.fit_model_len(config.model, num_blocks, config.cache.block_size, groups)
             with self._phase("allocate"):
                 dtype = TORCH_DTYPES[config.model.dtype]
@@ -92,6 +93,9 @@ class Worker:
     def close(self) -> None:
         """Let go of the device's memory."""
         self._runner = None
+
+    def _agree(self, num_blocks: int) -> int:
+        return num_blocks if self._group.size == 1 else self._group.agree_min(num_blocks)
 
     def _claim_device(self) -> Backend:
         if self._config.device.kind == "cpu":
@@ -132,10 +136,11 @@ class Worker:
         num_tokens = capacity.num_blocks // len(capacity.groups) * capacity.block_size
         logger.info("attention backend: %s", capacity.attention_backend)
         logger.info(
-            "KV cache: %d tokens in %d blocks (%s); maximum concurrency for %d tokens per request: %.2fx",
+            "KV cache: %d tokens in %d blocks (%s%s); maximum concurrency for %d tokens per request: %.2fx",
             num_tokens,
             capacity.num_blocks,
             memory.gib(capacity.kv_cache_bytes),
+            " per worker" if self._group.size > 1 else "",
             capacity.max_model_len,
             num_tokens / capacity.max_model_len,
         )
