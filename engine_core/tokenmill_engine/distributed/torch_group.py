@@ -31,6 +31,9 @@ def join(rank: int, size: int, store_path: Path, timeout_s: float = 60.0) -> Gro
         StartupError: some members did not come within `timeout_s`, or this machine has no working loopback interface.
     """
     timeout = timedelta(seconds=timeout_s)
+    if not store_path.parent.is_dir():
+        # Torch would look for it for minutes.
+        raise StartupError(f"worker {rank} of {size} cannot join the others: the folder {store_path.parent} is gone")
     try:
         store = _c10d.FileStore(str(store_path), size)
         store.set(_member(rank), "here")
