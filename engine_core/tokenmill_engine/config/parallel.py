@@ -17,6 +17,8 @@ class ParallelConfig:
     """Workers that compute each layer together, every one a part of its heads and of its feed-forward width."""
     pipeline_parallel_size: int = 1
     """Groups of workers that have the layers one after another."""
+    pipeline_layers: tuple[int, ...] | None = None
+    """How many layers each of those groups has; None: as evenly as can be (`config.stages`)."""
     executor: ExecutorKind = "uni"
     """`uni`: the only worker is a thread of the engine core; `mp`: each worker is a process."""
 

@@ -19,6 +19,7 @@ import torch
 
 from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.config.engine import ModelConfig
+from tokenmill_engine.config.stages import Stage
 from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.layers.placement import Target, cut
 from tokenmill_engine.models.dense_decoder import DenseDecoder
@@ -40,14 +41,18 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def build_model(
-    config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None, group: Group = ALONE
+    config: ModelConfig,
+    device: torch.device,
+    attention: AttentionBackend | None = None,
+    group: Group = ALONE,
+    stage: Stage | None = None,
 ) -> DenseDecoder:
     """The model of `config` on `device`, not filled yet, with `attention` or what is built in for the device; this
-    worker's part of it if there are others in `group`.
+    worker's part of it if there are others in `group`, and of `stage` if that is not the whole model.
 
     Raises ConfigError for an unknown architecture.
     """
-    return model_class(config.architecture.name)(config, device, attention, group)
+    return model_class(config.architecture.name)(config, device, attention, group, stage)
 
 
 def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = True) -> DenseDecoder:
@@ -134,7 +139,7 @@ def load_weights(model: DenseDecoder, config: ModelConfig, cancelled: threading.
     as `load_model`."""
     cancelled = cancelled or threading.Event()
     if config.load_format == "dummy":
-        _fill_randomly(model.targets(), config.seed, cancelled)
+        _fill_randomly(model.targets(), model.parameter_names(), config.seed, cancelled)
         return
     with closing(_open_source(config)) as source:
         match = match_gguf if config.load_format == "gguf" else match_safetensors
@@ -213,13 +218,14 @@ def _runs(
         yield partial(Lane.copy, source=source, name=destination.name, first=first * slab, part=part), part.nbytes
 
 
-def _fill_randomly(targets: Mapping[str, Target], seed: int, cancelled: threading.Event) -> None:
+def _fill_randomly(targets: Mapping[str, Target], names: Sequence[str], seed: int, cancelled: threading.Event) -> None:
     """Weights that keep activations near unit size, the same for the same seed and kind of device, however many workers
-    there are."""
+    there are. `names` are those of the whole model."""
     with _pool() as pool:
         fillings = [
-            pool.submit(_fill_tensor, name, target, seed * len(targets) + index)
-            for index, (name, target) in enumerate(targets.items())
+            pool.submit(_fill_tensor, name, targets[name], seed * len(names) + index)
+            for index, name in enumerate(names)
+            if name in targets
         ]
         for _ in _completed(fillings, cancelled):
             pass

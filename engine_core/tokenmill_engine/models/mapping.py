@@ -55,7 +55,7 @@ def match_safetensors(model: DenseDecoder, shapes: Shapes, source: str) -> list[
     """Destinations of a Hugging Face checkpoint. Raises ConfigError as `_match`."""
     destinations = _match(model.targets(), shapes, source, lambda name: name)
     ignored = {"lm_head.weight"} if model.architecture.tie_word_embeddings else set()
-    _refuse_unexpected(shapes.keys() - ignored, destinations, source)
+    _refuse_unexpected(shapes.keys() - ignored, model.parameter_names(), source)
     return destinations
 
 
@@ -66,7 +66,7 @@ def match_gguf(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destina
     2i + j of the file is row j * head_dim / 2 + i for us.
     """
     destinations = _match(model.targets(), shapes, source, _gguf_name)
-    _refuse_unexpected(shapes.keys(), destinations, source)
+    _refuse_unexpected(shapes.keys(), map(_gguf_name, model.parameter_names()), source)
     if model.architecture.name not in ("LlamaForCausalLM", "MistralForCausalLM"):
         return destinations
     return [_interleaved(destination, model.architecture) for destination in destinations]
@@ -107,8 +107,9 @@ def _match(
     return [Destination(name, target.view, target.part) for name, target in expected.items()]
 
 
-def _refuse_unexpected(names: Iterable[str], destinations: Iterable[Destination], source: str) -> None:
-    known = {destination.name for destination in destinations}
+def _refuse_unexpected(names: Iterable[str], known_names: Iterable[str], source: str) -> None:
+    """Raises ConfigError if the checkpoint has more than the whole model, whatever stage of it this is."""
+    known = set(known_names)
     unexpected = sorted(name for name in names if name not in known and not _COMPUTED_CONSTANTS.search(name))
     if unexpected:
         raise ConfigError(
