@@ -43,6 +43,15 @@ class BlockAppend:
 
 
 @dataclass(slots=True, frozen=True)
+class SampledTokens:
+    """`token_ids[i]` is the token at `positions[i]` of the request in slot `slots[i]`; all int32 [num_tokens]."""
+
+    slots: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+
+
+@dataclass(slots=True, frozen=True)
 class StepPlan:
     """One step: rows are the scheduled requests, those that decode exactly one token first.
 
@@ -63,6 +72,8 @@ class StepPlan:
     starts: list[SlotStart] = field(default_factory=list)
     """Applied before anything else in the step. A slot may be started again without notice of its end."""
     appends: list[BlockAppend] = field(default_factory=list)
+    sampled: SampledTokens | None = None
+    """Of earlier steps, for a worker that does not sample; written before anything else, starts too."""
 
     @property
     def num_reqs(self) -> int:

@@ -40,10 +40,11 @@ class SimulatedPipeline(FakeExecutor):
 
     def submit(self, plan: StepPlan) -> FakeHandle:
         sampled = self._feedback.sent(plan)
-        columns = (sampled.slots.tolist(), sampled.positions.tolist(), sampled.token_ids.tolist())
-        for slot, position, token in zip(*columns, strict=True):
-            assert position == len(self._known[slot])
-            self._known[slot].append(token)
+        if sampled is not None:
+            columns = (sampled.slots.tolist(), sampled.positions.tolist(), sampled.token_ids.tolist())
+            for slot, position, token in zip(*columns, strict=True):
+                assert position == len(self._known[slot])
+                self._known[slot].append(token)
         for start in plan.starts:
             self._known[start.slot] = start.token_ids.tolist()
             self._waits.pop(start.slot, None)

@@ -3,6 +3,7 @@
 Nothing here is torch's default process group, so a process may be in several groups.
 """
 
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed
 
-from tokenmill_engine.distributed.group import Group
 from tokenmill_engine.errors import EngineDeadError, StartupError
 
 _c10d: Any = torch.distributed
@@ -23,7 +23,7 @@ _CALL_TIMEOUT = timedelta(days=1)
 once."""
 
 
-def join(rank: int, size: int, store_path: Path, timeout_s: float = 60.0) -> Group:
+def join(rank: int, size: int, store_path: Path, timeout_s: float = 60.0) -> "TorchGroup":
     """The group whose members meet at the file `store_path`, in a folder that is their user's alone. The file must be
     new to every group: the first member makes it, and the last one to leave takes it away, unless one is killed.
 
@@ -45,7 +45,7 @@ def join(rank: int, size: int, store_path: Path, timeout_s: float = 60.0) -> Gro
     except RuntimeError as error:
         raise StartupError(f"worker {rank} of {size} cannot join the others: {_first_line(error)}") from error
     processes._set_default_timeout(_CALL_TIMEOUT)
-    return _TorchGroup(processes, rank, size)
+    return TorchGroup(processes, rank, size)
 
 
 def _await_members(store: Any, size: int, timeout: timedelta) -> None:
@@ -64,13 +64,14 @@ def _member(rank: int) -> str:
     return f"member {rank}"
 
 
-class _TorchGroup:
-    """A failed call means that the group is broken: EngineDeadError."""
+class TorchGroup:
+    """A `Group` and a `Chain`. A failed call means that the group is broken: EngineDeadError."""
 
     def __init__(self, processes: Any, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._processes = processes
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         # Every piece of the sum is made by one member, which sends it to the others: so all have the same bits.
@@ -82,6 +83,16 @@ class _TorchGroup:
         gathered = x.new_empty(self.size * num_rows, width)
         self._wait(self._processes._allgather_base(gathered, x.contiguous()))
         return gathered.view(self.size, num_rows, width).transpose(0, 1).reshape(num_rows, self.size * width)
+
+    def send(self, x: torch.Tensor, tag: int) -> None:
+        # What is sent is held on to until it was received. With so many later ones it was: no more steps are under way.
+        self._sent.append((self._processes.send([x], self.rank + 1, tag), x))
+        if len(self._sent) > self.size + 1:
+            self._wait(self._sent.popleft()[0])
+
+    def receive(self, out: torch.Tensor, tag: int) -> torch.Tensor:
+        self._wait(self._processes.recv([out], self.rank - 1, tag))
+        return out
 
     def agree_min(self, value: int) -> int:
         smallest = torch.tensor([value], dtype=torch.int64)
@@ -95,7 +106,7 @@ class _TorchGroup:
 
     def _wait(self, work: Any) -> None:
         try:
-            work.wait()
+            work.wait(_CALL_TIMEOUT)
         except RuntimeError as error:
             raise EngineDeadError(f"worker {self.rank} lost the others: {_first_line(error)}") from error
 

@@ -5,26 +5,9 @@ goes out beside the next plan. Plans are carried out in order everywhere, so wha
 before anything in the plan.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
-from tokenmill_engine.outputs import StepPlan, StepResult
-
-IntArray = NDArray[np.int32]
-
-
-@dataclass(slots=True, frozen=True)
-class SampledTokens:
-    """`token_ids[i]` is the token at `positions[i]` of the request in slot `slots[i]`; all int32 [num_tokens]."""
-
-    slots: IntArray
-    positions: IntArray
-    token_ids: IntArray
-
-
-_NOTHING = SampledTokens(*(np.empty(0, dtype=np.int32) for _ in range(3)))
+from tokenmill_engine.outputs import SampledTokens, StepPlan, StepResult
 
 
 class TokenFeedback:
@@ -35,12 +18,12 @@ class TokenFeedback:
         """By slot, the step that began its request."""
         self._pending: list[SampledTokens] = []
 
-    def sent(self, plan: StepPlan) -> SampledTokens:
-        """What goes out beside `plan`, which is the next one; it is not given again."""
+    def sent(self, plan: StepPlan) -> SampledTokens | None:
+        """What goes out beside `plan`, which is the next one; it is not given again. None if there is nothing."""
         pending, self._pending = self._pending, []
         self._started.update((start.slot, plan.step) for start in plan.starts)
         if not pending:
-            return _NOTHING
+            return None
         columns = ([getattr(each, name) for each in pending] for name in ("slots", "positions", "token_ids"))
         return SampledTokens(*(np.concatenate(column) for column in columns))
 

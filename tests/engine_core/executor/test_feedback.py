@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tokenmill_engine.executor.feedback import SampledTokens, TokenFeedback
+from tokenmill_engine.executor.feedback import TokenFeedback
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.outputs import SlotStart, StepPlan, StepResult
+from tokenmill_engine.outputs import SampledTokens, SlotStart, StepPlan, StepResult
 
 
 def start_of(slot: int) -> SlotStart:
@@ -30,7 +30,9 @@ def result_of(plan: StepPlan, *tokens: int) -> StepResult:
     return StepResult(plan.step, token_ids, (token_ids[:, 0] >= 0).astype(np.int32))
 
 
-def triples(sampled: SampledTokens) -> list[tuple[int, int, int]]:
+def triples(sampled: SampledTokens | None) -> list[tuple[int, int, int]]:
+    if sampled is None:
+        return []
     columns = (sampled.slots, sampled.positions, sampled.token_ids)
     assert all(column.dtype == np.int32 for column in columns)
     return list(zip(*(column.tolist() for column in columns), strict=True))
