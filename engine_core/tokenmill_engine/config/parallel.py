@@ -27,6 +27,11 @@ class ParallelConfig:
         """All workers of one engine core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def reporting_rank(self) -> int:
+        """Of the worker whose results count: the first one of the last stage. Ranks go through stage after stage."""
+        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
+
 
 def check_tensor_parallel(architecture: ArchitectureConfig, size: int, stated: str | None = None) -> None:
     """Whether `size` workers can share the layers of a model. `stated` is the flag with its value, as it was written.

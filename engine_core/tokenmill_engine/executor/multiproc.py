@@ -1,4 +1,4 @@
-"""Runs the workers of one model as processes: every plan goes to all of them, results come back from rank 0.
+"""Runs the workers of one model as processes: every plan goes to all of them, results come back from one that samples.
 
 A step that all ranks refuse alike has failed, and the next can follow. One that only some refuse leaves them in
 different states, and the others in the middle of an exchange: then the executor is of no use any more, as when a worker
@@ -15,8 +15,10 @@ from typing import NoReturn
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError
+from tokenmill_engine.executor.feedback import TokenFeedback
 from tokenmill_engine.executor.worker_pool import WorkerPool
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
+from tokenmill_engine.worker.control import chain_store, stage_store
 from tokenmill_engine.worker.wire import StepFailure, decode_answer, encode_plan
 
 _VERDICT_S = 3.0
@@ -36,16 +38,21 @@ class MultiprocExecutor:
         store_path: str,
         on_lost: Callable[[EngineDeadError], None],
     ) -> None:
-        """`store_path`: a file that is not there yet, in a folder that outlives the workers. `on_lost` is called in
-        another thread when a worker ends, also while nobody waits for a step."""
+        """`store_path`: what files begin with that are not there yet, in a folder that outlives the workers. `on_lost`
+        is called in another thread when a worker ends, also while nobody waits for a step."""
         self._config = config
         self._pool = pool
         self._engine_rank = engine_rank
         self._store_path = store_path
         self._on_lost = on_lost
         self._num_submitted = 0
+        self._reporter = config.parallel.reporting_rank
         self._num_answered = 0
-        """By rank 0, in the order of submission."""
+        """By the rank that sends results, in the order of submission."""
+        self._answered_at = 0.0
+        """When it did last, of the monotonic clock."""
+        self._feedback = TokenFeedback() if config.parallel.pipeline_parallel_size > 1 else None
+        """For the stages that do not sample."""
         self._results: dict[int, StepResult] = {}
         """By number of the step: those that nobody has asked for yet."""
         self._failures: dict[int, dict[int, StepFailure]] = {}
@@ -68,9 +75,8 @@ class MultiprocExecutor:
             self._end_workers(gently=False)
             raise
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._store_path)
-        first = capacities[0]
+            self._remove_stores()
+        first = capacities[self._reporter]
         if any(_shape(capacity) != _shape(first) for capacity in capacities):
             raise RuntimeError(f"the workers offer different KV caches: {[_shape(each) for each in capacities]}")
         self._pool.watch(lambda message: self._on_lost(EngineDeadError(message)))
@@ -82,11 +88,12 @@ class MultiprocExecutor:
         number = self._num_submitted
         self._num_submitted += 1
         if self._death is None:
+            sent = plan if self._feedback is None else dataclasses.replace(plan, sampled=self._feedback.sent(plan))
             try:
-                self._pool.plans.send(encode_plan(plan), self._make_room)
+                self._pool.plans.send(encode_plan(sent), self._make_room)
             except EngineDeadError as error:
                 self._death = error.message
-        return _Step(self, number)
+        return _Step(self, number, plan)
 
     def shutdown(self) -> None:
         """Finish the submitted steps and end the workers. May be called twice."""
@@ -107,8 +114,8 @@ class MultiprocExecutor:
         self._pool.stop(gently)
         self._death = self._death or "the workers were ended"
 
-    def result(self, number: int) -> StepResult:
-        """Wait for step `number`. To be called once for each step, in order.
+    def result(self, number: int, plan: StepPlan) -> StepResult:
+        """Wait for step `number`, which carries out `plan`. To be called once for each step, in order.
 
         Raises:
             EngineError: all ranks refused it alike.
@@ -120,7 +127,10 @@ class MultiprocExecutor:
             if len(self._failures.get(number, ())) == self._pool.size:
                 raise EngineError(self._failures.pop(number)[0].message)
             if number in self._results and number not in self._failures:
-                return self._results.pop(number)
+                result = self._results.pop(number)
+                if self._feedback is not None:
+                    self._feedback.received(plan, result)
+                return result
             self._wait(number)
 
     def _check_agreement(self, number: int) -> None:
@@ -129,7 +139,9 @@ class MultiprocExecutor:
         for failed, failures in self._failures.items():
             if failed > number:
                 continue
-            may_follow = failed == number and failed not in self._results and time.monotonic() < _deadline(failures)
+            may_follow = (
+                failed == number and failed not in self._results and time.monotonic() < self._deadline(failures)
+            )
             is_shared = len(failures) == self._pool.size or may_follow
             is_alike = len({failure.message for failure in failures.values()}) == 1
             if not (is_shared and is_alike) or any(failure.is_final for failure in failures.values()):
@@ -144,18 +156,34 @@ class MultiprocExecutor:
         raise EngineDeadError(self._death)
 
     def _collect(self) -> None:
-        """Take in what workers have answered. Rank 0 is read first: another rank that has failed, and by going on has
-        made a result of rank 0 wrong, wrote its failure before that result was written, so it is there."""
+        """Take in what workers have answered. Who sends results is read first: another rank that has failed, and by
+        going on has made a result wrong, wrote its failure before that result was written, so it is there."""
         if self._is_shut:
             return
-        for rank, ring in enumerate(self._pool.answers):
+        for rank in (self._reporter, *(rank for rank in range(self._pool.size) if rank != self._reporter)):
+            ring = self._pool.answers[rank]
             while (message := ring.take()) is not None:
                 answer = decode_answer(message)
                 if isinstance(answer, StepFailure):
                     self._failures.setdefault(answer.number, {})[rank] = answer
                 else:
                     self._results[self._num_answered] = answer
-                self._num_answered += rank == 0
+                if rank == self._reporter:
+                    self._num_answered += 1
+                    self._answered_at = time.monotonic()
+
+    def _deadline(self, failures: dict[int, StepFailure]) -> float:
+        """Until when the ranks that have not failed in a step yet may do so, of the monotonic clock. Later stages come
+        to the step when they are done with those before it."""
+        return max(self._answered_at, min(failure.at for failure in failures.values())) + _VERDICT_S
+
+    def _remove_stores(self) -> None:
+        parallel = self._config.parallel
+        stores = [stage_store(self._store_path, stage) for stage in range(parallel.pipeline_parallel_size)]
+        stores += [chain_store(self._store_path, member) for member in range(parallel.tensor_parallel_size)]
+        for store in stores:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(store)
 
     def _check_alive(self) -> None:
         self._death = self._death or self._pool.lost
@@ -170,7 +198,7 @@ class MultiprocExecutor:
         """
         self._check_alive()
         failures = self._failures.get(number)
-        timeout_s = None if failures is None else max(0.0, _deadline(failures) - time.monotonic())
+        timeout_s = None if failures is None else max(0.0, self._deadline(failures) - time.monotonic())
         if timeout_s is None or self._poller.poll(timeout_s * 1000):
             os.eventfd_read(self._pool.wake)
 
@@ -189,17 +217,13 @@ class MultiprocExecutor:
 class _Step:
     """A step that the workers know of."""
 
-    def __init__(self, executor: MultiprocExecutor, number: int) -> None:
+    def __init__(self, executor: MultiprocExecutor, number: int, plan: StepPlan) -> None:
         self._executor = executor
         self._number = number
+        self._plan = plan
 
     def result(self) -> StepResult:
-        return self._executor.result(self._number)
-
-
-def _deadline(failures: dict[int, StepFailure]) -> float:
-    """Until when the ranks that have not failed in a step yet may do so, of the monotonic clock."""
-    return min(failure.at for failure in failures.values()) + _VERDICT_S
+        return self._executor.result(self._number, self._plan)
 
 
 def _shape(capacity: KVCapacity) -> tuple[int, int, int]:

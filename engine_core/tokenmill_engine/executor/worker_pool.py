@@ -27,7 +27,7 @@ _MODULE = "tokenmill_engine.worker.process"
 _PLANS_BYTES = 4 << 20
 """More than a step's plan, unless it has more than a million prompt tokens."""
 _ANSWERS_BYTES = 1 << 20
-_FAILURES_BYTES = 1 << 16
+"""Of each worker: which one sends results is not known yet. What is not written takes no memory."""
 _GRACE_S = 0.3
 """Between the first failure of a start and the one that counts: another may have been first."""
 _END_S = 0.5
@@ -157,8 +157,7 @@ class WorkerPool:
         """One of each rank."""
         self._worker_fds: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
         for rank in range(self.size):
-            capacity = _ANSWERS_BYTES if rank == 0 else _FAILURES_BYTES
-            answers = self._own(create_ring(1, capacity, self.wake))
+            answers = self._own(create_ring(1, _ANSWERS_BYTES, self.wake))
             self.answers.append(RingReader(*answers.of_reader(0)))
             self._open.callback(self.answers[rank].close)
             self._worker_fds.append((plans.of_reader(rank), answers.of_reader(0)))

@@ -15,7 +15,7 @@ class WorkerStart(msgspec.Struct, tag=True, frozen=True):
     engine_rank: int
     """The engine core, as titles and logs call it."""
     store_path: str
-    """A file that is not there yet, by which the workers of this engine core find each other."""
+    """What files begin with that are not there yet, by which the workers of this engine core find each other."""
     config: EngineConfig
 
 
@@ -35,3 +35,13 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 FromWorker = WorkerReady | WorkerFailed
+
+
+def stage_store(store_path: str, stage: int) -> str:
+    """The file by which the workers of one stage find each other."""
+    return f"{store_path}.stage{stage}"
+
+
+def chain_store(store_path: str, member: int) -> str:
+    """The file by which the workers that have the same part of each stage do."""
+    return f"{store_path}.chain{member}"

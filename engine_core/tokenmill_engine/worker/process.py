@@ -22,7 +22,14 @@ from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
-from tokenmill_engine.worker.control import FromWorker, WorkerFailed, WorkerReady, WorkerStart
+from tokenmill_engine.worker.control import (
+    FromWorker,
+    WorkerFailed,
+    WorkerReady,
+    WorkerStart,
+    chain_store,
+    stage_store,
+)
 from tokenmill_engine.worker.wire import Answer, StepFailure, decode_plan, encode_answer
 
 logger = logging.getLogger("tokenmill_engine.worker.process")  # the module itself runs as `__main__`
@@ -33,15 +40,15 @@ _GROUP_MODULE = "tokenmill_engine.distributed.torch_group"
 
 
 class WorkerProcess:
-    """A started worker, its plans and its answers. Only rank 0 sends results; every rank sends failures."""
+    """A started worker, its plans and its answers. Only one rank sends results; every rank sends failures."""
 
     def __init__(self, start: WorkerStart, rank: int, size: int, modules: Future[dict[str, ModuleType]]) -> None:
         """Raises TokenmillError, or what goes wrong, if it cannot start."""
         worker_module, errors_module = (modules.result()[name] for name in _IMPORTED)
         self._as_engine_error = errors_module.as_engine_error
-        arguments = () if size == 1 else (modules.result()[_GROUP_MODULE].join(rank, size, Path(start.store_path)),)
-        self._worker = worker_module.Worker(start.config, rank, *arguments)
-        self._rank = rank
+        others = {} if size == 1 else _join(start, rank, modules.result()[_GROUP_MODULE])
+        self._worker = worker_module.Worker(start.config, rank, **others)
+        self._reports = rank == start.config.parallel.reporting_rank
         self.capacity = self._worker.initialize()
 
     def run(self, plans: RingReader, answers: RingWriter) -> None:
@@ -51,7 +58,7 @@ class WorkerProcess:
             if not message:
                 return
             answer = self._execute(number, message)
-            if self._rank == 0 or isinstance(answer, StepFailure):
+            if self._reports or isinstance(answer, StepFailure):
                 answers.send(encode_answer(answer))
 
     def _execute(self, number: int, message: bytearray) -> Answer:
@@ -64,6 +71,18 @@ class WorkerProcess:
             failure = self._as_engine_error(error, plan.step)
             answer = StepFailure(number, failure.message, at, isinstance(failure, EngineDeadError))
         return answer
+
+
+def _join(start: WorkerStart, rank: int, module: ModuleType) -> dict[str, Any]:
+    """The workers that have the same layers, and those with the stages of the model that this one has a part of."""
+    num_members, num_stages = start.config.parallel.tensor_parallel_size, start.config.parallel.pipeline_parallel_size
+    stage, member = divmod(rank, num_members)
+    others = {}
+    if num_members > 1:
+        others["group"] = module.join(member, num_members, Path(stage_store(start.store_path, stage)))
+    if num_stages > 1:
+        others["chain"] = module.join(stage, num_stages, Path(chain_store(start.store_path, member)))
+    return others
 
 
 def main() -> NoReturn:

@@ -1,8 +1,7 @@
 """Workers that have a model's stages answer as one that has all of it, to the last log-probability."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,67 +9,17 @@ import numpy as np
 import pytest
 
 from tests.engine_core.worker.conftest import BLOCK_SIZE, tiny_engine_config
+from tests.support.core_requests import CoreRequests, Told
 from tests.support.staged_workers import StagedWorkers
 from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from tokenmill_engine.config.parallel import ParallelConfig
-from tokenmill_engine.engine import EngineCore, Executor
 from tokenmill_engine.executor.uniproc import UniprocExecutor
-from tokenmill_engine.ipc.ids import make_request_id
-from tokenmill_engine.messages import AbortRequests, AddRequest, FinishReason, SamplingParams, StepOutput
-from tokenmill_engine.outputs import KVCapacity
+from tokenmill_engine.messages import AbortRequests, FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SPLITS = [(1, 2), (2, 1), (1, 1, 1)]
 """Of three layers."""
-
-
-@dataclass
-class Told:
-    """What one request was told."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
-    finishes: list[FinishReason] = field(default_factory=list)
-
-
-class Requests:
-    """An engine core over real workers, and what its requests were told."""
-
-    def __init__(self, config: EngineConfig, executor: Executor, capacity: KVCapacity) -> None:
-        self.core = EngineCore(config, executor, capacity)
-        self.told: dict[int, Told] = defaultdict(Told)
-
-    def add(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> int:
-        request_id = make_request_id(0, 0, number)
-        packed = np.array(prompt, dtype="<i4").tobytes()
-        self.core.handle(AddRequest(request_id, "label", packed, sampling, float(number)))
-        return request_id
-
-    def step(self) -> None:
-        for _, message in self.core.step():
-            if isinstance(message, StepOutput):
-                self._take(message)
-        self.core.scheduler.check_invariants()
-
-    def run(self) -> list[Told]:
-        while self.core.has_work:
-            self.step()
-        return [self.told[request_id] for request_id in sorted(self.told)]
-
-    def _take(self, message: StepOutput) -> None:
-        told = [self.told[request_id] for request_id in np.frombuffer(message.request_ids, "<i8").tolist()]
-        tokens = np.frombuffer(message.token_ids, "<i4").tolist()
-        for each, count in zip(told, np.frombuffer(message.num_tokens, "<i4").tolist(), strict=True):
-            each.tokens.extend(tokens[:count])
-            tokens = tokens[count:]
-        for rows in message.logprobs:
-            told[rows.index].logprobs.extend(np.frombuffer(rows.logprobs, "<f4").tolist())
-        for rows in message.prompt_logprobs:
-            told[rows.index].prompt_logprobs.extend(np.frombuffer(rows.logprobs, "<f4").tolist())
-        for finish in message.finishes:
-            told[finish.index].finishes.append(finish.reason)
 
 
 def config_of(
@@ -96,19 +45,19 @@ def prompts(count: int, longest: int = 100) -> list[list[int]]:
 
 
 def compare(
-    meeting: Path, split: tuple[int, ...], drive: Callable[[Requests], None], **changes: Any
+    meeting: Path, split: tuple[int, ...], drive: Callable[[CoreRequests], None], **changes: Any
 ) -> tuple[list[Told], int]:
     """What the same requests are told by both engines, which must be the same, and how often one was preempted."""
     config = config_of(None, **changes)
     alone = UniprocExecutor(config)
-    expected = Requests(config, alone, alone.initialize())
+    expected = CoreRequests(config, alone, alone.initialize())
     drive(expected)
     whole = expected.run()
     alone.shutdown()
     staged_config = config_of(split, **changes)
     with StagedWorkers(staged_config, meeting) as executor:
         assert len({capacity.num_blocks for capacity in executor.capacities}) == 1
-        found = Requests(staged_config, executor, executor.capacities[-1])
+        found = CoreRequests(staged_config, executor, executor.capacities[-1])
         drive(found)
         assert found.run() == whole
         assert len(whole) > 0
@@ -118,7 +67,7 @@ def compare(
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("is_async", [True, False])
 def test_prompts_in_chunks_and_streams(tmp_path: Path, split: tuple[int, ...], is_async: bool) -> None:
-    def drive(requests: Requests) -> None:
+    def drive(requests: CoreRequests) -> None:
         for number, prompt in enumerate(prompts(10)):
             requests.add(number, prompt, GREEDY)
 
@@ -135,7 +84,7 @@ def test_sampling_penalties_and_logprobs(tmp_path: Path, split: tuple[int, ...])
         SamplingParams(temperature=1.0, seed=9, max_tokens=9, min_tokens=3, stop_token_ids=tuple(range(250))),
     ]
 
-    def drive(requests: Requests) -> None:
+    def drive(requests: CoreRequests) -> None:
         for number, prompt in enumerate(prompts(8)):
             requests.add(number, prompt, samplings[number % len(samplings)])
 
@@ -145,7 +94,7 @@ def test_sampling_penalties_and_logprobs(tmp_path: Path, split: tuple[int, ...])
 
 
 def test_preemption(tmp_path: Path) -> None:
-    def drive(requests: Requests) -> None:
+    def drive(requests: CoreRequests) -> None:
         for number, prompt in enumerate(prompts(6, longest=40)):
             requests.add(number, prompt, replace_tokens(GREEDY, 40))
 
@@ -162,7 +111,7 @@ def test_a_prefix_found_in_the_cache(tmp_path: Path) -> None:
     first, second = prompts(2)
     shared = [*range(100, 164)]
 
-    def drive(requests: Requests) -> None:
+    def drive(requests: CoreRequests) -> None:
         requests.add(0, shared + first, GREEDY)
         requests.run()
         requests.add(1, shared + second, GREEDY)
@@ -176,7 +125,7 @@ def test_slots_of_aborted_requests_are_taken_over_at_once(tmp_path: Path) -> Non
     """The token that the old request had in flight must not reach the new one."""
     texts = prompts(24, longest=30)
     with StagedWorkers(config_of((1, 1, 1)), tmp_path) as executor:
-        requests = Requests(config_of((1, 1, 1)), executor, executor.capacities[-1])
+        requests = CoreRequests(config_of((1, 1, 1)), executor, executor.capacities[-1])
         ids = [requests.add(number, text, GREEDY) for number, text in enumerate(texts)]
         for number in range(0, 24, 2):
             requests.step()
@@ -184,7 +133,7 @@ def test_slots_of_aborted_requests_are_taken_over_at_once(tmp_path: Path) -> Non
         requests.run()
     config = config_of(None)
     alone = UniprocExecutor(config)
-    expected = Requests(config, alone, alone.initialize())
+    expected = CoreRequests(config, alone, alone.initialize())
     for number, text in enumerate(texts):
         expected.add(number, text, GREEDY)
     expected.run()
