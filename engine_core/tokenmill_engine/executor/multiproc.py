@@ -17,6 +17,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError
 from tokenmill_engine.executor.feedback import TokenFeedback
 from tokenmill_engine.executor.worker_pool import WorkerPool
+from tokenmill_engine.ipc.shared_ring import await_wake_up
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
 from tokenmill_engine.worker.control import chain_store, stage_store
 from tokenmill_engine.worker.wire import StepFailure, decode_answer, encode_plan
@@ -200,7 +201,7 @@ class MultiprocExecutor:
         failures = self._failures.get(number)
         timeout_s = None if failures is None else max(0.0, self._deadline(failures) - time.monotonic())
         if timeout_s is None or self._poller.poll(timeout_s * 1000):
-            os.eventfd_read(self._pool.wake)
+            await_wake_up(self._pool.wake)
 
     def _make_room(self) -> None:
         """Wait until the ring of plans may have space. Answers are taken in meanwhile: a worker that cannot write its
@@ -209,7 +210,7 @@ class MultiprocExecutor:
         for fd in (self._pool.wake, self._pool.space):
             poller.register(fd, select.POLLIN)
         for fd, _ in poller.poll():
-            os.eventfd_read(fd)
+            await_wake_up(fd)
         self._collect()
         self._check_alive()
 

@@ -86,6 +86,11 @@ def wake_up(fd: int) -> None:
     os.eventfd_write(fd, 1)
 
 
+def await_wake_up(fd: int) -> None:
+    """Sleep until somebody has added to this eventfd since the last call. Signal handlers run meanwhile."""
+    os.read(fd, 8)  # `os.eventfd_read` would fail after a signal
+
+
 class _Memory:
     """The mapping: positions and data. Keeps no descriptor of the caller's."""
 
@@ -157,7 +162,7 @@ class RingWriter:
 
     def wait_for_space(self) -> None:
         """Until a reader has read on since the last call."""
-        os.eventfd_read(self._space)
+        await_wake_up(self._space)
 
     def close(self) -> None:
         """Unmap the memory."""
@@ -210,7 +215,7 @@ class RingReader:
 
     def wait(self) -> None:
         """Until something was written since the last call, or somebody wakes us up."""
-        os.eventfd_read(self._wake)
+        await_wake_up(self._wake)
 
     def take(self) -> bytearray | None:
         """The next message, if all of it is there. What is there of a longer one makes room for its rest.

@@ -5,6 +5,7 @@ import hashlib
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -160,6 +161,23 @@ def test_who_waits_for_space_sleeps_until_there_is_some() -> None:
         assert reader.receive() == b"y" * 300
         assert done.wait(DEADLINE_S)
         sender.join()
+
+
+def test_a_signal_does_not_end_the_wait() -> None:
+    """Its handler runs at once, and the wait goes on."""
+    with a_ring(1, 64) as (files, writer), readers_of(files, 1) as (reader,):
+        previous = signal.signal(signal.SIGALRM, lambda _number, _frame: handled.append(time.monotonic()))
+        handled: list[float] = []
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            sender = threading.Thread(
+                target=lambda: (wait_for(lambda: handled, DEADLINE_S, "a signal"), writer.send(b"after it"))
+            )
+            sender.start()
+            assert reader.receive() == b"after it"
+            sender.join()
+        finally:
+            signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.mark.slow
