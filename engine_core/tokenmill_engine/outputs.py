@@ -135,6 +135,7 @@ class KVCapacity:
     max_model_len: int
     """Longest request (prompt + output) that the pool holds with nothing else in it; at most the configured one."""
     kv_cache_bytes: int
+    """Of one worker, as are the heads in `groups`."""
     groups: tuple[KVGroup, ...]
     attention_backend: str
     phases: dict[str, float]

@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 another machine can connect."""
 _CALL_TIMEOUT = timedelta(days=1)
 """A member that is late is not lost: it may load weights from a slow disk, or be stopped. That one is gone shows at
-once."""
+once to those that wait for it; others wait for these, until they leave."""
 
 
 def join(rank: int, size: int, store_path: Path, timeout_s: float = 60.0) -> "TorchGroup":

@@ -117,6 +117,20 @@ def test_two_sums_a_layer_one_for_the_tokens_and_nothing_else_is_said() -> None:
         assert group.calls == ["all_reduce"] * (1 + 2 * 3) + ["all_gather"] * 2
 
 
+def test_a_worker_alone_says_nothing() -> None:
+    """Not even to itself: its steps, which may be captured in a graph, have no operator more than without a group."""
+    (group,) = thread_groups(1)
+    config = model_config(cached_tiny_model("qwen3"))
+    model = build_model(config, CPU, group=group)
+    load_weights(model, config)
+    model.finalize(allow_fused=False)
+    expected = run_steps(load_op_by_op(config.path))
+    for step, whole in zip(run_steps(model), expected, strict=True):
+        assert all(torch.equal(logits, whole[name]) for name, logits in step.items())
+    assert load_part(config, group).is_fused
+    assert group.calls == []
+
+
 def test_only_the_wanted_rows_are_computed() -> None:
     folder = cached_tiny_model("qwen3", **WIDE, num_key_value_heads=4)
     work = [("a", list(range(3, 30))), ("b", list(range(40, 50)))]
