@@ -102,6 +102,14 @@ def health(server: Server) -> tuple[int, list[Any]]:
     return response.status_code, response.json().get("engines", [])
 
 
+def status_of(server: Server) -> int | None:
+    """Of /health; None if nobody listens any more."""
+    try:
+        return health(server)[0]
+    except httpx.TransportError:
+        return None
+
+
 @dataclass(frozen=True)
 class Fault:
     """Something that happens to a server with one engine core and two workers."""
@@ -131,6 +139,8 @@ def test_nothing_is_left(tiny_model: Path, name: str) -> None:
         calls[0].wait_for_events(3)
         wait_for(lambda: server.metric("num_requests_running") == 2, ANSWER_S, "two running requests")
         fault.do(server)
+        if fault.status == 1:
+            wait_for(lambda: status_of(server) in (503, None), ANSWER_S, "an unhealthy server")
         for call in calls:
             answer = call.result(ANSWER_S)
             told = answer.error is not None or answer.status >= 500
@@ -142,15 +152,17 @@ def test_nothing_is_left(tiny_model: Path, name: str) -> None:
 
 
 def test_open_answers_finish_before_the_end(tiny_model: Path) -> None:
-    """SIGTERM; also sent to the workers, as a terminal or a container does."""
+    """SIGTERM. Signals for the workers, such as a terminal's Ctrl-C for all processes, are not theirs to answer."""
     with traced_server(str(tiny_model), *TINY_FLAGS, "-tp", "2") as (server, folder):
-        fields = {"prompt": "Once", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        fields = {"prompt": "Once", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         expected = server.text(**fields)
         traces = Traces(server, folder)
         open_one = BackgroundStream(server.url, "/v1/completions", **fields)
         open_one.wait_for_events(3)
-        for pid in (server.process.pid, *server.worker_pids()):
-            os.kill(pid, signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for pid in server.worker_pids():
+                os.kill(pid, number)
+        server.process.send_signal(signal.SIGTERM)
         answer = open_one.result(60)
         assert answer.done
         assert answer.text() == expected
