@@ -9,6 +9,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,8 +50,10 @@ class WorkerPool:
         """Starts the processes, which import what they need and wait. Main thread only.
 
         Raises:
-            StartupError: the machine does not let us start so many.
+            StartupError: the machine does not let us start so many, or any.
         """
+        if sys.platform != "linux":
+            raise StartupError("worker processes need Linux; use --distributed-executor-backend uni")
         self.size = size
         self.lost: str | None = None
         """Once set: a worker that was ready has ended, and how. A wake-up of who waits for answers follows."""

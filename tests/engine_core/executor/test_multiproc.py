@@ -33,6 +33,24 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
 RANKS = [0, 1]
 
+FEW_FILES = """
+import os, psutil, resource
+from tokenmill_engine.errors import StartupError
+from tokenmill_engine.executor.worker_pool import WorkerPool
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+before = os.listdir("/proc/self/fd")
+for spare in range(2, 26):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + spare, hard))
+    try:
+        WorkerPool(3).stop()
+        print("started with", spare)
+    except StartupError as error:
+        assert str(error) == "3 workers cannot be started: too many open files: raise `ulimit -n`", error
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    assert os.listdir("/proc/self/fd") == before
+    assert not psutil.Process().children()
+"""
+
 
 class Running:
     """An executor, its workers' processes, and what it was told of their loss."""
@@ -233,6 +251,11 @@ class TestStart:
         run.check_gone()
         assert len(failures) == 1
         assert failures[0].startswith(f"worker 3.{victim} was killed (SIGKILL)")
+
+    def test_a_machine_that_does_not_allow_so_many_files(self) -> None:
+        """At whichever of them it ends, nothing is left."""
+        done = subprocess.run([sys.executable, "-c", FEW_FILES], check=True, stdout=subprocess.PIPE, text=True)
+        assert done.stdout == ""
 
     def test_the_engine_core_needs_no_torch(self) -> None:
         script = (
