@@ -24,8 +24,8 @@ from tokenmill_engine.worker.wire import StepFailure, decode_answer, encode_plan
 
 _VERDICT_S = 3.0
 """From one rank's failure in a step until the others have failed too, if they do so alike."""
-_LOSS_S = 0.3
-"""How much later than other workers the engine core notices that one has ended."""
+_LOSS_S = 1.0
+"""How much later than other workers the engine core may notice that one has ended, on a machine that is busy."""
 
 
 class MultiprocExecutor:

@@ -29,7 +29,7 @@ _PLANS_BYTES = 4 << 20
 """More than a step's plan, unless it has more than a million prompt tokens."""
 _ANSWERS_BYTES = 1 << 20
 """Of each worker: which one sends results is not known yet. What is not written takes no memory."""
-_GRACE_S = 0.3
+_GRACE_S = 0.5
 """Between the first failure of a start and the one that counts: another may have been first."""
 _END_S = 0.5
 """How long workers get to end by themselves; the engine core itself gets a second."""
