@@ -273,8 +273,9 @@ def _fingerprint(start: ApiServerStart) -> str:
     """Changes with whatever changes answers to the same request."""
     model = start.engine.model
     facts = f"{model.name} {model.path} {model.dtype} {start.server.chat_template}"
-    num_workers = start.engine.parallel.tensor_parallel_size  # another order of additions
-    workers = f"-tp{num_workers}" if num_workers > 1 else ""
+    parallel = start.engine.parallel  # another order of additions
+    sizes = {"tp": parallel.tensor_parallel_size, "pp": parallel.pipeline_parallel_size}
+    workers = "".join(f"-{name}{size}" for name, size in sizes.items() if size > 1)
     return f"tokenmill-{__version__}{workers}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 

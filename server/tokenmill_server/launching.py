@@ -35,7 +35,7 @@ def child_environment(run_dir: RunDir) -> dict[str, str]:
 
 def workers_asked_for(values: FlagValues) -> int:
     """Worker processes that each engine core is going to have, as far as flags alone tell; 0: it computes itself."""
-    size: int = values["tensor_parallel_size"]
+    size: int = values["tensor_parallel_size"] * values["pipeline_parallel_size"]
     return size if size > 1 or values["distributed_executor_backend"] == "mp" else 0
 
 

@@ -33,27 +33,30 @@ def whole_model(num_layers: int) -> Stage:
 
 
 def share_layers(
-    num_layers: int, num_stages: int, partition: Sequence[int] | None = None, stated: str | None = None
+    num_layers: int,
+    num_stages: int,
+    partition: Sequence[int] | None = None,
+    written: str = "the partition",
+    stated: str | None = None,
 ) -> list[Stage]:
     """The stages of a model of `num_layers` layers: with as many layers each as `partition` says, or as evenly as can
     be. Of layers that are left over, none goes to the last stage, which has the head, and the first stage, which has
-    the embedding, gets one last. `stated` is the flag of the partition with its value, as it was written.
+    the embedding, gets one last. `written` is the flag of the partition, as it was written, and `stated` that of the
+    number of stages with its value.
 
     Raises:
         ConfigError: a stage would have no layer, or the partition does not fit.
     """
+    stated = stated or f"--pipeline-parallel-size {num_stages}"
     if num_stages > num_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {num_stages} is more than the {num_layers} layers of the model; "
-            f"sizes up to {num_layers} work"
-        )
+        raise ConfigError(f"{stated} is more than the {num_layers} layers of the model; sizes up to {num_layers} work")
     counts = list(partition) if partition is not None else _even(num_layers, num_stages)
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         example = ",".join(map(str, _even(num_layers, num_stages)))
         raise ConfigError(
-            f"{stated or 'the partition ' + ','.join(map(str, counts))} does not fit --pipeline-parallel-size "
-            f"{num_stages} and the {num_layers} layers of the model: give {num_stages} numbers above 0 that add up to "
-            f"{num_layers}, for example {example}"
+            f"{written} {','.join(map(str, counts))} does not fit {stated} and the {num_layers} layers of the model: "
+            f"give {num_stages} number{'s' if num_stages > 1 else ''} above 0 that add up to {num_layers}, for example "
+            f"{example}"
         )
     starts = [sum(counts[:stage]) for stage in range(num_stages)]
     return [Stage(range(start, start + count), num_layers) for start, count in zip(starts, counts, strict=True)]

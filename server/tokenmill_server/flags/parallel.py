@@ -1,7 +1,7 @@
 """The rows of the table of flags that say how many processes there are, and where they run."""
 
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
-from tokenmill_server.flags.parsers import boolean, integer, one_of, text
+from tokenmill_server.flags.parsers import boolean, integer, integer_list, one_of, text
 
 _MAX_RANKS = 256
 _MAX_WORKERS = 256
@@ -49,12 +49,33 @@ PARALLEL = (
         short=("-tp",),
     ),
     Flag(
+        "pipeline-parallel-size",
+        Group.PARALLEL,
+        integer(1, _MAX_WORKERS),
+        1,
+        "Stages of each engine core's model, one after another: each has some of the layers, in as many worker processes "
+        "as --tensor-parallel-size says. On the CPU alone in this version",
+        "parallel.pipeline_parallel_size",
+        metavar="N",
+        short=("-pp",),
+    ),
+    Flag(
+        "pipeline-parallel-layers",
+        Group.PARALLEL,
+        integer_list(1),
+        None,
+        "Layers of each stage, such as 10,12,10. Default: as evenly as can be",
+        "parallel.pipeline_layers",
+        metavar="N,N,...",
+        env=(EnvAlias("VLLM_PP_LAYER_PARTITION"),),
+    ),
+    Flag(
         "distributed-executor-backend",
         Group.PARALLEL,
         _EXECUTORS,
         None,
         "Where workers compute: uni (one, in the engine core's process) or mp (processes of their own, on the CPU "
-        "alone in this version). Default: mp with --tensor-parallel-size above 1, else uni",
+        "alone in this version). Default: mp with more than one, else uni",
         "parallel.executor",
         metavar="uni|mp",
     ),

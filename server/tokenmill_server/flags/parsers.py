@@ -75,6 +75,20 @@ def _signed_size(text: str) -> int:
     return -parse_size(text[1:]) if text.startswith("-") else parse_size(text)
 
 
+def integer_list(minimum: int) -> Parser:
+    """Whole numbers from `minimum` on: a list, or a text with commas between them."""
+    parse_one = integer(minimum)
+
+    def parse(value: object) -> tuple[int, ...]:
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        try:
+            return tuple(parse_one(item) for item in items)
+        except ValueError:
+            raise ValueError(f"whole numbers from {minimum} on with commas between them, such as 4,6,4") from None
+
+    return parse
+
+
 def length_or_auto(value: object) -> int | str:
     """A number of tokens, or `auto` (also written -1)."""
     if value in ("auto", -1, "-1"):

@@ -48,7 +48,6 @@ def _switch(name: str, neutral: str, short: str | None = None, remark: str = "")
 
 _ROWS = [
     # Parallel
-    _value("pipeline-parallel-size", "1", short="-pp", remark="use --tensor-parallel-size to share out the weights"),
     _value("decode-context-parallel-size", "1", short="-dcp"),
     _value("prefill-context-parallel-size", "1", short="-pcp"),
     _switch("enable-expert-parallel", "false", short="-ep"),

@@ -5,6 +5,7 @@ import logging
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.config.device import DeviceInfo, cpu_threads
 from tokenmill_engine.config.parallel import ExecutorKind, ParallelConfig, check_tensor_parallel
+from tokenmill_engine.config.stages import share_layers
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.values import FlagValues
 
@@ -22,10 +23,16 @@ def resolve_workers(
     Raises:
         ConfigError: the model cannot be shared out like this, not on this device, or flags contradict each other.
     """
-    if values["tensor_parallel_size"] > 1 and values["distributed_executor_backend"] == "uni":
-        values.settle("distributed_executor_backend", "tensor_parallel_size", "uni is one worker")
-    size: int = values["tensor_parallel_size"]
-    stated = values.stated("tensor_parallel_size")
+    keys = ("tensor_parallel_size", "pipeline_parallel_size")
+    for key in keys:
+        if values[key] > 1 and values["distributed_executor_backend"] == "uni":
+            values.settle("distributed_executor_backend", key, "uni is one worker")
+    num_members, num_stages = (values[key] for key in keys)
+    layers = values["pipeline_parallel_layers"]
+    partition = "" if layers is None else values.written("pipeline_parallel_layers")
+    share_layers(architecture.num_layers, num_stages, layers, partition, values.stated("pipeline_parallel_size"))
+    stated = " and ".join(values.stated(key) for key in keys if values[key] > 1)
+    size = num_members * num_stages
     if size == 1:
         return ParallelConfig(executor=_executor_of_one(values, device))
     if device.kind != "cpu":
@@ -33,7 +40,7 @@ def resolve_workers(
             f"{stated} is for the CPU alone in this version, and this server would compute on a GPU; use --device cpu, "
             "or --data-parallel-size for several copies of the model"
         )
-    check_tensor_parallel(architecture, size, stated)
+    check_tensor_parallel(architecture, num_members, values.stated("tensor_parallel_size"))
     if num_engines * size > _MAX_WORKERS_HERE:
         raise ConfigError(
             f"{stated} for {num_engines} engine cores makes {num_engines * size} processes that compute; use at most "
@@ -47,7 +54,7 @@ def resolve_workers(
             num_engines * size,
             threads,
         )
-    return ParallelConfig(tensor_parallel_size=size, executor="mp")
+    return ParallelConfig(num_members, num_stages, layers, executor="mp")
 
 
 def _executor_of_one(values: FlagValues, device: DeviceInfo) -> ExecutorKind:

@@ -37,8 +37,8 @@ def test_a_partition_is_followed() -> None:
 
 @pytest.mark.parametrize("partition", [(5, 5), (4, 3, 2), (10, 0, 0), (5, 6, -1), ()])
 def test_a_partition_that_does_not_fit_is_refused_with_one_that_does(partition: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"VLLM_PP_LAYER_PARTITION=x .* for example 3,4,3"):
-        share_layers(10, 3, partition, "VLLM_PP_LAYER_PARTITION=x")
+    with pytest.raises(ConfigError, match=r"^VLLM_PP_LAYER_PARTITION .*-pp 3 .* for example 3,4,3"):
+        share_layers(10, 3, partition, "VLLM_PP_LAYER_PARTITION", "-pp 3")
 
 
 def test_more_stages_than_layers_are_refused_with_the_most_that_work() -> None:

@@ -74,6 +74,8 @@ CASES = [
     (["--api-server-count", "4"], "server.api_server_count", 4),
     (["-dp", "2"], "engine.data_parallel_size", 2),
     (["-tp", "3"], "parallel.tensor_parallel_size", 3),
+    (["-pp", "3"], "parallel.pipeline_parallel_size", 3),
+    (["-pp", "2", "--pipeline-parallel-layers", "12,18"], "parallel.pipeline_layers", (12, 18)),
     (["--distributed-executor-backend", "mp"], "parallel.executor", "mp"),
     (["-dp", "4", "-dpr", "1", "-dpl", "2"], "engine.data_parallel_first_rank", 1),
     (["-dp", "4", "-dpr", "1", "-dpl", "2"], "data_parallel.size_local", 2),

@@ -42,6 +42,10 @@ def many_heads() -> Path:
         ("-tp 3", ParallelConfig(tensor_parallel_size=3, executor="mp")),
         ("-tp 3 --distributed-executor-backend mp", ParallelConfig(tensor_parallel_size=3, executor="mp")),
         ("-tp 3 -dp 2", ParallelConfig(tensor_parallel_size=3, executor="mp")),
+        ("-pp 2", ParallelConfig(pipeline_parallel_size=2, executor="mp")),
+        ("-pp 4 -tp 3", ParallelConfig(3, 4, executor="mp")),
+        ("-pp 2 --pipeline-parallel-layers 12,18", ParallelConfig(1, 2, (12, 18), executor="mp")),
+        ("--pipeline-parallel-layers 30", ParallelConfig()),
     ],
 )
 def test_workers_of_an_engine_core(arguments: str, expected: ParallelConfig) -> None:
@@ -74,6 +78,19 @@ def test_from_everywhere(tmp_path: Path) -> None:
         ("--distributed-executor-backend ray", "must be one of uni, mp (the workers of an engine core are processes"),
         ("--distributed-executor-backend external_launcher", "(an engine core starts its workers itself)"),
         ("--distributed-executor-backend my.Executor", "must be one of uni, mp; got 'my.Executor'"),
+        ("-pp 31", "--pipeline-parallel-size 31 is more than the 30 layers of the model; sizes up to 30 work"),
+        (
+            "-pp 2 --pipeline-parallel-layers 10,10",
+            "--pipeline-parallel-layers 10,10 does not fit --pipeline-parallel-size 2 and the 30 layers of the model: "
+            "give 2 numbers above 0 that add up to 30, for example 15,15",
+        ),
+        ("-pp 2 --pipeline-parallel-layers 30,0", "must be whole numbers from 1 on with commas between them"),
+        ("-pp 2 -tp 2", "--tensor-parallel-size 2 does not fit"),
+        (
+            "-pp 2 --distributed-executor-backend uni",
+            "--distributed-executor-backend contradicts --pipeline-parallel-size: uni is one worker; leave one out",
+        ),
+        ("-tp 3 -pp 30 -dp 3", "--tensor-parallel-size 3 and --pipeline-parallel-size 30 for 3 engine cores makes 270"),
         ("-tp 3 -dp 86", "--tensor-parallel-size 3 for 86 engine cores makes 258 processes that compute; use at most"),
     ],
 )
@@ -82,6 +99,15 @@ def test_refused_before_anything_loads(arguments: str, message: str) -> None:
         configure(arguments)
     assert message in raised.value.message
     assert "\n" not in raised.value.message
+
+
+def test_layers_of_stages_by_the_variable_of_vllm() -> None:
+    layers = {"VLLM_PP_LAYER_PARTITION": "10,20"}
+    assert configure("-pp 2", **layers).parallel == ParallelConfig(1, 2, (10, 20), executor="mp")
+    with pytest.raises(
+        ConfigError, match=r"^VLLM_PP_LAYER_PARTITION 10,20 does not fit -pp 3|^VLLM_PP_LAYER_PARTITION"
+    ):
+        configure("-pp 3", **layers)
 
 
 def test_mistakes_are_named_as_they_were_written(tmp_path: Path) -> None:
