@@ -111,7 +111,7 @@ class StepResult:
     """row -> why this request alone failed (for example logits that are not numbers)."""
     elapsed_s: float = 0.0
     """Seconds of the step: on a GPU from when its enqueueing began, or the step before ended if that was later, to its
-    end; 0 if it was not measured."""
+    end; of a model in stages, in the slowest one. 0 if it was not measured."""
 
 
 class StepHandle(Protocol):

@@ -100,6 +100,8 @@ class CpuSteps:
 class _CpuStep:
     def __init__(self, steps: CpuSteps, plan: StepPlan) -> None:
         self._started = time.perf_counter()
+        self._slowest_s = 0.0
+        """What another stage took, the one that took longest."""
         self._steps, self._plan = steps, plan
         steps.tables.apply(plan)
         self._inputs = steps.preparer.prepare(plan)
@@ -114,8 +116,8 @@ class _CpuStep:
         return Hidden(every if index is None else every.index_select(0, index), every)
 
     def _receive(self, inlet: Inlet) -> Stream:
-        stream = inlet.receive(self._plan)
-        # How long the other stages take is not this device's time: all of them work at once, on different steps.
+        stream, self._slowest_s = inlet.receive(self._plan)
+        # The other stages' time does not come on top: all of them work at once, on different steps.
         self._started = time.perf_counter()
         return stream
 
@@ -125,7 +127,8 @@ class _CpuStep:
         return sampled
 
     def finish(self, sampled: Sampled) -> "_Finished":
-        return _Finished(sampled.token_ids.numpy(), time.perf_counter() - self._started)
+        elapsed_s = max(self._slowest_s, time.perf_counter() - self._started)
+        return _Finished(sampled.token_ids.numpy(), elapsed_s)
 
 
 class _Finished:

@@ -1,8 +1,12 @@
 """A stage of a pipeline, on the CPU: what it takes from the stage before, and what it hands on to the next one.
 
 All stages carry out the same plans in the same order. Those before the last one sample nothing: the tokens that the
-last one sampled reach the first beside later plans, and no other stage looks at token ids.
+last one sampled reach the first beside later plans, and no other stage looks at token ids. With the stream goes how
+long the slowest stage took: steps follow each other as quickly as that one works.
 """
+
+import math
+import time
 
 import numpy as np
 import torch
@@ -13,6 +17,8 @@ from tokenmill_engine.outputs import StepPlan, StepResult
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.slots import SlotTables
 
+_SECONDS = torch.float64
+
 
 class Inlet:
     """Where the streams of the stage before come in."""
@@ -22,11 +28,21 @@ class Inlet:
         self._dtype = model.dtype
         self._chain = chain
 
-    def receive(self, plan: StepPlan) -> Stream:
-        """Of all tokens of `plan`. Waits until the stage before is done with it."""
-        both = torch.empty(2, plan.num_tokens, self._hidden_size, dtype=self._dtype)
-        hidden, residual = self._chain.receive(both, plan.step)
-        return hidden, residual
+    def receive(self, plan: StepPlan) -> tuple[Stream, float]:
+        """The stream of all tokens of `plan`, and the seconds that the slowest stage so far took for it. Waits until
+        the stage before is done."""
+        shape = (2, plan.num_tokens, self._hidden_size)
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        message = torch.empty(num_bytes + _SECONDS.itemsize, dtype=torch.uint8)
+        self._chain.receive(message, plan.step)
+        hidden, residual = message[:num_bytes].view(self._dtype).view(shape)
+        return (hidden, residual), float(message[num_bytes:].clone().view(_SECONDS))
+
+
+def pack(stream: Stream, elapsed_s: float) -> torch.Tensor:
+    """What goes from stage to stage, as `Inlet` takes it: bytes [num_bytes]."""
+    tail = torch.tensor([elapsed_s], dtype=_SECONDS)
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (*stream, tail)])
 
 
 def inlet_of(model: DenseDecoder, chain: Chain) -> Inlet | None:
@@ -51,8 +67,10 @@ class RelayRunner:
         self._preparer.take_in(plan.sampled)
         self._tables.apply(plan)
         batch = self._preparer.prepare(plan).batch
-        incoming = self._inlet.receive(plan) if self._inlet is not None else None
-        self._chain.send(torch.stack(self._model.run_layers(batch, self._kv_caches, incoming)), plan.step)
+        incoming, slowest_s = self._inlet.receive(plan) if self._inlet is not None else (None, 0.0)
+        started = time.perf_counter()
+        stream = self._model.run_layers(batch, self._kv_caches, incoming)
+        self._chain.send(pack(stream, max(slowest_s, time.perf_counter() - started)), plan.step)
         self._preparer.count(plan)
         return RelayedStep(plan)
 

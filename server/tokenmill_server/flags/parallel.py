@@ -53,8 +53,8 @@ PARALLEL = (
         Group.PARALLEL,
         integer(1, _MAX_WORKERS),
         1,
-        "Stages of each engine core's model, one after another: each has some of the layers, in as many worker processes "
-        "as --tensor-parallel-size says. On the CPU alone in this version",
+        "Stages of each engine core's model, one after another: each has some of the layers, in --tensor-parallel-size "
+        "worker processes. On the CPU alone in this version",
         "parallel.pipeline_parallel_size",
         metavar="N",
         short=("-pp",),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine_core.worker.conftest import BLOCK_SIZE, tiny_engine_config
 from tests.support.core_requests import CoreRequests, Told
@@ -16,6 +17,9 @@ from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConf
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.executor.uniproc import UniprocExecutor
 from tokenmill_engine.messages import AbortRequests, FinishReason, SamplingParams
+from tokenmill_engine.worker.rehearsal import GREEDY as REHEARSED
+from tokenmill_engine.worker.rehearsal import rehearsal_plan
+from tokenmill_engine.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SPLITS = [(1, 2), (2, 1), (1, 1, 1)]
@@ -151,3 +155,39 @@ def test_all_stages_have_as_many_blocks_as_the_one_with_the_fewest(tmp_path: Pat
         first, last = executor.capacities
         assert first.num_blocks == last.num_blocks == (1 << 20) // first.groups[0].block_bytes(BLOCK_SIZE)
         assert first.groups[0].block_bytes(BLOCK_SIZE) == 2 * last.groups[0].block_bytes(BLOCK_SIZE)
+
+
+class Mailbox:
+    """A chain of two stages in one thread; `slowest_s` is what the first one is said to have taken."""
+
+    size = 2
+
+    def __init__(self, rank: int, messages: list[torch.Tensor], slowest_s: float) -> None:
+        self.rank, self._messages, self._slowest_s = rank, messages, slowest_s
+
+    def send(self, x: torch.Tensor, tag: int) -> None:
+        x[-8:] = torch.tensor([self._slowest_s], dtype=torch.float64).view(torch.uint8)
+        self._messages.append(x)
+
+    def receive(self, out: torch.Tensor, tag: int) -> torch.Tensor:
+        return out.copy_(self._messages.pop(0))
+
+    def agree_min(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("slowest_s", [0.0, 1000.0])
+def test_a_step_takes_as_long_as_in_the_slowest_stage(slowest_s: float) -> None:
+    config, messages = config_of((2, 1)), []
+    workers = [Worker(config, chain=Mailbox(rank, messages, slowest_s)) for rank in range(2)]
+    for worker in workers:
+        worker.initialize()
+    plan = rehearsal_plan(1, 5, 1, BLOCK_SIZE, REHEARSED)
+    first, last = [worker.execute(plan).wait() for worker in workers]
+    assert first.num_new.tolist() == [0]
+    assert last.num_new.tolist() == [1]
+    assert last.elapsed_s == slowest_s or (slowest_s == 0.0 and 0.0 < last.elapsed_s < 100.0)
+    assert messages == []
