@@ -101,6 +101,7 @@ class _Memory:
         self.capacity = len(self.data)
         self._positions = whole[:_HEADER_BYTES].cast("Q")
         self._barrier = threading.Lock()
+        self._barrier.acquire()
         whole.release()
 
     def position(self, party: int) -> int:
@@ -115,9 +116,10 @@ class _Memory:
         self._positions[party * _LINE_WORDS] = position
 
     def _order(self) -> None:
-        """Processors may exchange loads and stores; not across the atomic operations in here."""
-        with self._barrier:
-            pass
+        """Processors may exchange loads and stores. On Arm these may pass the start of a locked section downwards and
+        its end upwards, so it orders nothing; none passes an end and the next start, in this order."""
+        self._barrier.release()
+        self._barrier.acquire()
 
     def write(self, position: int, data: memoryview) -> None:
         start = position % self.capacity
