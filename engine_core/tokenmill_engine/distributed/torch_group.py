@@ -4,6 +4,7 @@ Nothing here is torch's default process group, so a process may be in several gr
 """
 
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ another machine can connect."""
 _CALL_TIMEOUT = timedelta(days=1)
 """A member that is late is not lost: it may load weights from a slow disk, or be stopped. That one is gone shows at
 once to those that wait for it; others wait for these, until they leave."""
+_NUM_TAGS = 1 << 31
+"""Gloo's are not negative and 32 bits long. Steps are counted further, but never as many of them are under way."""
 
 
 def join(rank: int, size: int, store_path: Path, timeout_s: float = 60.0) -> "TorchGroup":
@@ -72,6 +75,8 @@ class TorchGroup:
         self.size = size
         self._processes = processes
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self.received_tag: int | None = None
+        """Of the last message from the member before."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         # Every piece of the sum is made by one member, which sends it to the others: so all have the same bits.
@@ -86,12 +91,13 @@ class TorchGroup:
 
     def send(self, x: torch.Tensor, tag: int) -> None:
         # What is sent is held on to until it was received. With so many later ones it was: no more steps are under way.
-        self._sent.append((self._processes.send([x], self.rank + 1, tag), x))
+        self._sent.append((self._begin(self._processes.send, [x], self.rank + 1, tag % _NUM_TAGS), x))
         if len(self._sent) > self.size + 1:
             self._wait(self._sent.popleft()[0])
 
     def receive(self, out: torch.Tensor, tag: int) -> torch.Tensor:
-        self._wait(self._processes.recv([out], self.rank - 1, tag))
+        self._wait(self._begin(self._processes.recv, [out], self.rank - 1, tag % _NUM_TAGS))
+        self.received_tag = tag
         return out
 
     def agree_min(self, value: int) -> int:
@@ -104,11 +110,21 @@ class TorchGroup:
     def close(self) -> None:
         self._processes.shutdown()
 
+    def _begin(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """For calls that may fail at once, where the neighbour is known to be gone."""
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            raise self._loss(error) from error
+
     def _wait(self, work: Any) -> None:
         try:
             work.wait(_CALL_TIMEOUT)
         except RuntimeError as error:
-            raise EngineDeadError(f"worker {self.rank} lost the others: {_first_line(error)}") from error
+            raise self._loss(error) from error
+
+    def _loss(self, error: RuntimeError) -> EngineDeadError:
+        return EngineDeadError(f"worker {self.rank} lost the others: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tokenmill_engine.distributed.group import ALONE, Group
-from tokenmill_engine.distributed.torch_group import join
-from tokenmill_engine.errors import StartupError
+from tokenmill_engine.distributed.torch_group import TorchGroup, join
+from tokenmill_engine.errors import EngineDeadError, StartupError
 
 Result = TypeVar("Result")
 
@@ -25,7 +25,7 @@ SIZE = 3
 _DEADLINE_S = 120.0
 
 
-def in_threads(tmp_path: Path, work: Callable[[Group], Result], size: int = SIZE) -> list[Result]:
+def in_threads(tmp_path: Path, work: Callable[[TorchGroup], Result], size: int = SIZE) -> list[Result]:
     """What `work` gives on each member."""
 
     def run(rank: int) -> Result:
@@ -98,15 +98,48 @@ def test_the_smallest_number_is_agreed_on(tmp_path: Path) -> None:
     assert in_threads(tmp_path, lambda group: group.agree_min((1 << 60) - group.rank)) == [(1 << 60) - 2] * SIZE
 
 
+def test_what_is_sent_on_comes_with_its_tag(tmp_path: Path) -> None:
+    """In any order of tags; they may be larger than gloo's."""
+    tags = [0, 7, 2**31 - 1, 2**31 + 1, 2**40 + 2]
+
+    def work(group: TorchGroup) -> list[int]:
+        if group.rank == 0:
+            for tag in tags:
+                group.send(torch.tensor([tag]), tag)
+            received = tags
+        else:
+            received = [int(group.receive(torch.zeros(1, dtype=torch.int64), tag)) for tag in reversed(tags)][::-1]
+            for tag in received if group.rank < SIZE - 1 else ():
+                group.send(torch.tensor([tag]), tag)
+        group.agree_min(0)  # nobody leaves before all have come so far
+        return received
+
+    assert in_threads(tmp_path, work) == [tags] * SIZE
+
+
+def test_who_waits_for_one_that_left_hears_of_it(tmp_path: Path) -> None:
+    """Also at once, when that is known already."""
+
+    def work(group: TorchGroup) -> int:
+        num_errors = 0
+        for tag in range(3 * group.rank):
+            with pytest.raises(EngineDeadError, match=r"^worker 1 lost the others: "):
+                group.receive(torch.zeros(1), tag)
+            num_errors += 1
+        return num_errors
+
+    assert in_threads(tmp_path, work, size=2) == [0, 3]
+
+
 def test_late_members_are_waited_for(tmp_path: Path) -> None:
     """The time to join is no limit to the calls."""
     release = threading.Event()
 
     def run(rank: int) -> int:
-        group = join(rank, 2, tmp_path / "store", timeout_s=1.0)
+        group = join(rank, 2, tmp_path / "store", timeout_s=3.0)
         if rank == 1:
             # Longer than the time to join: nothing comes to end this wait.
-            release.wait(1.5)
+            release.wait(3.5)
         agreed = group.agree_min(rank)
         group.close()
         return agreed
@@ -129,12 +162,12 @@ def test_two_groups_in_one_process_do_not_mix(tmp_path: Path) -> None:
 
 def test_members_that_do_not_come_are_named(tmp_path: Path) -> None:
     def run(rank: int) -> None:
-        join(rank, 4, tmp_path / "store", timeout_s=0.5)
+        join(rank, 4, tmp_path / "store", timeout_s=2.0)
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(run, rank) for rank in (0, 2)]
     for future in futures:
-        with pytest.raises(StartupError, match=r"^workers 1, 3 of 4 did not join the others within 0\.5 s$"):
+        with pytest.raises(StartupError, match=r"^workers 1, 3 of 4 did not join the others within 2 s$"):
             future.result()
 
 
