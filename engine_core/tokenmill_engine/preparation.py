@@ -26,13 +26,13 @@ class Preparation:
 
     def __init__(self, *, may_use_gpu: bool, num_workers: int = 0) -> None:
         """`may_use_gpu`: the first visible one, if there is any, is set up as well. `num_workers`: as many worker
-        processes are started instead; 0 if this process is to compute."""
+        processes are started instead; 0 if this process is to compute, as it does on a GPU instead of a single one."""
         self._executor_class: Future[Any] = Future()
         self._gpu_error: BaseException | None = None
         """Why what GPUs need could not be imported. Set before `_executor_class` is."""
         self._pool: WorkerPool | StartupError | None = None
         self._on_gpu = may_use_gpu and may_have_gpu()
-        if num_workers:
+        if num_workers > 1 or (num_workers and not self._on_gpu):
             self._pool = _pool_or_error(num_workers)
         else:
             self._begin_imports()

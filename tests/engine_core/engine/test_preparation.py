@@ -36,9 +36,9 @@ from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.ipc.control import EngineStart
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.preparation import Preparation
-executor, prepared, needed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+executor, prepared, needed, may_use_gpu = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["gpu"]
 config = dataclasses.replace(tiny_engine_config(), parallel=ParallelConfig(needed, executor=executor))
-preparation = Preparation(may_use_gpu=False, num_workers=prepared)
+preparation = Preparation(may_use_gpu=may_use_gpu, num_workers=prepared)
 early = [child.pid for child in psutil.Process().children()]
 with tempfile.TemporaryDirectory() as folder:
     start = EngineStart(0, 0, folder, local_endpoints(folder, 0), config, 0.0)
@@ -103,3 +103,11 @@ def test_workers_are_those_that_were_prepared_if_they_are_what_it_takes(
     command = [sys.executable, "-c", WORKERS, executor, str(prepared), str(needed)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert json.loads(done.stdout) == expected
+
+
+@pytest.mark.parametrize(("executor", "serving"), [("uni", 0), ("mp", 1)])
+def test_a_single_worker_waits_until_there_is_no_gpu(machine: dict[str, str], executor: str, serving: int) -> None:
+    """On one it would be this process, which loses no time then."""
+    command = [sys.executable, "-c", WORKERS, executor, "1", "1", "gpu"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=machine)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, serving, serving == 0, 0]
