@@ -82,19 +82,28 @@ def test_greedy_ids_are_those_of_the_reference(smollm: Server) -> None:
 
 
 def test_chats_stream(smollm: Server) -> None:
-    """The text and the log-probabilities of the reference model, and what they come from."""
+    """The text and the log-probabilities of the reference model, or how they begin, and what they come from."""
+    limit = 40
 
     def ask(case: dict[str, Any]) -> Stream:
         messages = [{"role": "user", "content": case["prompt"]}]
-        fields = {"messages": messages, "temperature": 0, "max_tokens": len(case["fp32_ids"]), "logprobs": True}
+        fields = {
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": min(limit, len(case["fp32_ids"])),
+            "logprobs": True,
+        }
         return read_stream(smollm.url, "/v1/chat/completions", fields)
 
     cases = json.loads(CHAT_FILE.read_text())
     for case, stream in zip(cases, at_once([lambda c=case: ask(c) for case in cases]), strict=True):  # type: ignore[misc]
         assert stream.done
-        assert stream.text() == case["fp32_text"]
+        text = stream.text()
+        assert case["fp32_text"].startswith(text)
+        assert text == case["fp32_text"] or len(case["fp32_ids"]) > limit
         entries = [entry for choice in stream.choices() for entry in (choice.get("logprobs") or {}).get("content", [])]
-        assert [entry["logprob"] for entry in entries] == pytest.approx(case["fp32_logprob"], abs=2e-3)
+        expected = case["fp32_logprob"][:limit]
+        assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=2e-3)
         fingerprints = {event["system_fingerprint"] for event in stream.events if "system_fingerprint" in event}
         assert all("-tp3-" in fingerprint for fingerprint in fingerprints)
         assert len(fingerprints) == 1
