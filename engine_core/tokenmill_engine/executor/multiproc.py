@@ -105,6 +105,7 @@ class MultiprocExecutor:
                 self._wait(self._num_answered)
                 self._collect()
                 self._check_agreement(self._num_answered)
+            self._pool.expect_ends()
             self._pool.plans.send(b"", self._make_room)
         except EngineDeadError as error:
             self._death = error.message
@@ -119,14 +120,14 @@ class MultiprocExecutor:
         """Wait for step `number`, which carries out `plan`. To be called once for each step, in order.
 
         Raises:
-            EngineError: all ranks refused it alike.
+            EngineError: all ranks refused it alike, or all of the last stage.
             EngineDeadError: a worker is gone, or the ranks disagree about this step or an earlier one.
         """
         while True:
             self._collect()
             self._check_agreement(number)
-            if len(self._failures.get(number, ())) == self._pool.size:
-                raise EngineError(self._failures.pop(number)[0].message)
+            if self._is_shared(self._failures.get(number, {})):
+                raise EngineError(next(iter(self._failures.pop(number).values())).message)
             if number in self._results and number not in self._failures:
                 result = self._results.pop(number)
                 if self._feedback is not None:
@@ -143,10 +144,16 @@ class MultiprocExecutor:
             may_follow = (
                 failed == number and failed not in self._results and time.monotonic() < self._deadline(failures)
             )
-            is_shared = len(failures) == self._pool.size or may_follow
+            is_shared = self._is_shared(failures) or may_follow
             is_alike = len({failure.message for failure in failures.values()}) == 1
             if not (is_shared and is_alike) or any(failure.is_final for failure in failures.values()):
                 self._die_of(failures)
+
+    def _is_shared(self, failures: dict[int, StepFailure]) -> bool:
+        """Whether no rank is in the middle of the step: all refused it, or those of the last stage did when the others
+        were done with it."""
+        is_late = bool(failures) and all(failure.is_after_others for failure in failures.values())
+        return failures.keys() == set(range(self._reporter if is_late else 0, self._pool.size))
 
     def _die_of(self, failures: dict[int, StepFailure]) -> NoReturn:
         """A worker that ended is to blame for what others say of it; else who failed first is."""

@@ -47,6 +47,7 @@ class WorkerProcess:
         worker_module, errors_module = (modules.result()[name] for name in _IMPORTED)
         self._as_engine_error = errors_module.as_engine_error
         others = {} if size == 1 else _join(start, rank, modules.result()[_GROUP_MODULE])
+        self._chain = others.get("chain")
         self._worker = worker_module.Worker(start.config, rank, **others)
         self._reports = rank == start.config.parallel.reporting_rank
         self.capacity = self._worker.initialize()
@@ -69,7 +70,9 @@ class WorkerProcess:
             at = time.monotonic()
             logger.exception("step %d failed", plan.step)
             failure = self._as_engine_error(error, plan.step)
-            answer = StepFailure(number, failure.message, at, isinstance(failure, EngineDeadError))
+            is_after_others = self._chain is not None and self._chain.received_tag == plan.step
+            is_final = isinstance(failure, EngineDeadError)
+            answer = StepFailure(number, failure.message, at, is_final, is_after_others)
         return answer
 
 

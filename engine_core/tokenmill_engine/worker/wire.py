@@ -24,6 +24,8 @@ class StepFailure:
     """Of the monotonic clock."""
     is_final: bool
     """The device is lost; no later plan can be carried out."""
+    is_after_others: bool = False
+    """The stages before this worker's are done with the step, and know nothing of the failure."""
 
 
 Answer = StepResult | StepFailure

@@ -117,6 +117,20 @@ def test_a_step_that_all_stages_refuse_harms_no_other(tmp_path: Path) -> None:
         assert last.result().token_ids.tolist() == expected
 
 
+@pytest.mark.parametrize("num_members", [1, 2])
+def test_a_step_that_fails_behind_the_last_layer_harms_no_other(num_members: int, tmp_path: Path) -> None:
+    """A bias on a token that there is not, which only who samples finds out."""
+    sampling = SamplingParams(temperature=0.0, seed=0, logit_bias={600: 1.0})
+    with stages(tmp_path, 2, num_members) as ready:
+        plans = [rehearsal_plan(1, 20, 1, BLOCK_SIZE, each) for each in (GREEDY, sampling, GREEDY)]
+        first, bad, last = (ready.executor.submit(plan) for plan in plans)
+        expected = first.result().token_ids.tolist()
+        with pytest.raises(EngineError, match=r"^step 0 failed: RuntimeError: index 600") as failure:
+            bad.result()
+        assert not isinstance(failure.value, EngineDeadError)
+        assert last.result().token_ids.tolist() == expected
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_stage_is_named_and_the_others_are_ended(rank: int, tmp_path: Path) -> None:
     with stages(tmp_path, 3) as ready:
