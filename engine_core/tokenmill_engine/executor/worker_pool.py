@@ -63,6 +63,8 @@ class WorkerPool:
         self._open = contextlib.ExitStack()
         self._watcher: threading.Thread | None = None
         self._is_stopping = threading.Event()
+        self._is_ending = False
+        """Workers were told to end."""
         try:
             self._make_rings()
             self._selector = self._open.enter_context(selectors.DefaultSelector())
@@ -107,7 +109,7 @@ class WorkerPool:
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """From now on, a worker's end sets `lost`, wakes the thread that waits for answers and calls `on_lost` in a
-        thread of the pool's own."""
+        thread of the pool's own; that only before `expect_ends`."""
 
         def watch() -> None:
             while not self._is_stopping.is_set():
@@ -116,10 +118,15 @@ class WorkerPool:
                         self.lost = f"{self._names[rank]} {describe_exit(event.returncode)}"
                         self._has_lost.set()
                         wake_up(self.wake)
-                        on_lost(self.lost)
+                        if not self._is_ending:
+                            on_lost(self.lost)
 
         self._watcher = threading.Thread(target=watch, name="worker-watcher", daemon=True)
         self._watcher.start()
+
+    def expect_ends(self) -> None:
+        """Workers are about to be told to end: nobody loses anything by it."""
+        self._is_ending = True
 
     def wait_for_loss(self, timeout_s: float) -> None:
         """Until `lost` is set, if that is about to be."""
