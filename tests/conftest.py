@@ -1,8 +1,11 @@
-"""What holds for every test: a clean environment, no network, no time limit of Hypothesis, nothing left running."""
+"""What holds for every test: a clean environment, no network, the same random numbers, nothing left running."""
 
 import glob
 import logging
+import operator
 import os
+import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +29,20 @@ os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 if not glob.glob("/dev/nvidia*"):
     os.environ["TRITON_INTERPRET"] = "1"
 
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+# The same examples in every run, however slow the machine; `pytest --hypothesis-profile search` looks for others.
+_slow_is_fine = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("repeat", derandomize=True, **_slow_is_fine)
+hypothesis.settings.register_profile("search", **_slow_is_fine)
+hypothesis.settings.load_profile("repeat")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """In every run of a test, whichever others came before it."""
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if name in sys.modules:
+            operator.attrgetter(seed)(sys.modules[name])(0)
 
 
 @pytest.fixture(autouse=True)

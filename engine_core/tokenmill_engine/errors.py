@@ -76,9 +76,9 @@ class EngineError(TokenmillError):
 
 
 class OverloadedError(EngineError):
-    """Refused before any work was done; `retry_after_s` seconds later it may work."""
+    """Refused before any work was done; `retry_after_s` seconds later it may work, unless that is None."""
 
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+    def __init__(self, message: str, retry_after_s: int | None = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -88,7 +88,7 @@ class EngineStartingError(OverloadedError):
 
 
 class EngineUnavailableError(OverloadedError):
-    """The engine that a request names is gone; others are there, and it may come back."""
+    """The engine that a request names is gone, for now or (no `retry_after_s`) for good; others are there."""
 
 
 class EngineDeadError(EngineError):

@@ -41,6 +41,7 @@ _FEW_SERIES_BYTES = 256 << 10
 _HISTOGRAM_BYTES = 1 << 20
 """Space for the values of one process; an engine's histograms take about 50 KiB in each namespace."""
 _FINISHED_REASONS = (*(str(reason) for reason in FinishReason), "repetition")
+_REQUEST_SUCCESS = ("request_success_total", "Requests that ended, by reason.")
 _TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _WAITING_REASONS = ("capacity", "deferred")
 _REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens")
@@ -138,11 +139,7 @@ class EngineMetrics:
         )
 
     def _add_request_histograms(self, build: SeriesBuilder, token_buckets: Sequence[int]) -> None:
-        counters = build.counters(
-            "request_success_total",
-            "Requests that ended, by reason.",
-            [{"finished_reason": reason} for reason in _FINISHED_REASONS],
-        )
+        counters = build.counters(*_REQUEST_SUCCESS, [{"finished_reason": reason} for reason in _FINISHED_REASONS])
         self._finished = dict(zip(_FINISHED_REASONS, counters, strict=True))
         self._serve: GaugeSeries | None = None
         self.request_prompt_tokens = build.histogram(
@@ -265,12 +262,19 @@ class FrontendMetrics:
             token_count_buckets(max_model_len),
             engines,
         )
+        self.lost_requests = build.counters(
+            *_REQUEST_SUCCESS, [engine | {"finished_reason": str(FinishReason.ERROR)} for engine in engines]
+        )
+        """Requests that ended with their engine core: what it has counted stays, and it cannot count these."""
         rejections = SeriesBuilder(prefixes, {}, registry).counters(
             "admission_rejections_total",
             "Requests refused because a queue limit was reached; there is no such limit, so always 0.",
             [{"reason": reason} for reason in _REJECTION_REASONS],
         )
         self.admission_rejections = dict(zip(_REJECTION_REASONS, rejections, strict=True))
+        self._add_http(registry)
+
+    def _add_http(self, registry: CollectorRegistry) -> None:
         self._http_requests = Counter(
             "http_requests_total", "HTTP requests.", ("handler", "method", "status"), registry=registry
         )

@@ -172,7 +172,7 @@ class ApiServer:
             Path(start.run_dir) / ACCEPT_COUNTS_FILE, start.server.api_server_count, start.client
         )
         if start.engine.data_parallel_size > start.engine.data_parallel_size_local:
-            context.remote_metrics = RemoteMetrics(lambda number: channel.send(MetricsWanted(number)))
+            context.remote_metrics = RemoteMetrics(lambda number: _tell(channel, MetricsWanted(number), start.run_dir))
         self._drains = False
         self._num_cut_off = 0
 

@@ -185,7 +185,7 @@ class ApiServers:
         )
         watch_child(self._watcher, ("api_server", slot), child)
         self._children[slot] = child
-        self._liveness.watch(("api_server", slot), child)
+        self._liveness.watch(("api_server", slot), child.channel, child.process.pid)
         start = ApiServerStart(
             client=slot,
             incarnation=self.incarnation(slot),

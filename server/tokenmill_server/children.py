@@ -56,13 +56,14 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def describe_exit(returncode: int) -> str:
-    """How a child ended, as the predicate of a sentence."""
+def describe_exit(returncode: int, moment: str = "") -> str:
+    """How a child ended, as the predicate of a sentence. `moment`: when, as in `while it was starting`."""
+    when = f" {moment}" if moment else ""
     if returncode == -signal.SIGKILL:
         return (
-            "was killed (SIGKILL); if the kernel did so for want of memory, lower --kv-cache-memory-bytes "
+            f"was killed (SIGKILL){when}; if the kernel did so for want of memory, lower --kv-cache-memory-bytes "
             "or --data-parallel-size"
         )
     if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    return f"exited with status {returncode}"
+        return f"was ended by {signal.Signals(-returncode).name}{when}"
+    return f"exited with status {returncode}{when}"

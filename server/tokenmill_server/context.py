@@ -7,6 +7,7 @@ from fastapi import Request
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import InvalidRequestError, NotFoundError
 from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.processing.input_processor import InputProcessor
@@ -44,9 +45,7 @@ class ServerContext:
         first, size = self.engine_config.data_parallel_first_rank, self.engine_config.data_parallel_size
         if not first <= rank < first + size:
             ranks = f"rank {first}" if size == 1 else f"ranks {first} to {first + size - 1}"
-            raise InvalidRequestError(
-                f"this server has no data-parallel rank {rank}; it has {ranks}", "X-data-parallel-rank"
-            )
+            raise InvalidRequestError(f"this server has no data-parallel rank {rank}; it has {ranks}", RANK_HEADER)
         return rank - first
 
     def check_model(self, name: str | None) -> None:

@@ -37,6 +37,7 @@ OutputHandler = Callable[[StepOutput], None]
 _CONNECT_TIMEOUT_S = 30.0
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
 """Between two looks whether a socket is connected: local ones are at once, others may not be for ever."""
+_RETRY_AFTER_S = 1
 _MAX_MESSAGES = 64
 """That one wake-up hands out: an engine core which is faster than this process must not keep it from all else."""
 
@@ -51,6 +52,14 @@ class _Link:
     """Of the engine core at their other end."""
     watch: ConnectionWatch | None = None
     """Of an engine core on another machine: on this one only its death cuts a connection, and the launcher tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Absence:
+    """Why an engine core is not connected, and whether it is to be expected again soon."""
+
+    reason: str
+    comes_back: bool = True
 
 
 class EngineClient:
@@ -74,8 +83,8 @@ class EngineClient:
         self._links: dict[int, _Link] = {}
         self._lost: dict[int, EngineLost] = {}
         """The last loss of each engine. An incarnation may be lost before this has connected to it."""
-        self._absences: dict[int, str] = {}
-        """Why engines that were connected are not any more."""
+        self._absences: dict[int, _Absence] = {}
+        """Of engines that were connected or lost, and are not there now."""
         self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
@@ -116,7 +125,7 @@ class EngineClient:
         out first."""
         self._read_all(lost.engine)
         self._lost[lost.engine] = lost
-        self._absences[lost.engine] = lost.message
+        self._absences[lost.engine] = _Absence(lost.message, comes_back=lost.restarts)
         self.balancer.lost(lost.engine)
         if lost.engine in self._links:
             self._close_link(lost.engine)
@@ -147,12 +156,14 @@ class EngineClient:
 
         Raises:
             InvalidRequestError: there is no engine `pinned`.
-            EngineUnavailableError: engine `pinned` is gone or not connected, for now or for good.
+            EngineUnavailableError: engine `pinned` is gone or not connected; it says when to try again, or that this
+                is of no use.
             EngineDeadError: every engine is gone.
         """
         engine = self.balancer.choose(prompt, pinned)
         if pinned is not None and self._links and engine not in self._links:
-            raise EngineUnavailableError(self._why_absent(engine))
+            absence = self._absence_of(engine)
+            raise EngineUnavailableError(absence.reason, _RETRY_AFTER_S if absence.comes_back else None)
         self._check_connected(engine)
         return engine
 
@@ -179,10 +190,10 @@ class EngineClient:
 
     def _check_connected(self, engine: int) -> None:
         if engine not in self._links:
-            raise EngineDeadError(self._why_absent(engine))
+            raise EngineDeadError(self._absence_of(engine).reason)
 
-    def _why_absent(self, engine: int) -> str:
-        return self._absences.get(engine, "the engine is not connected yet")
+    def _absence_of(self, engine: int) -> "_Absence":
+        return self._absences.get(engine, _Absence("the engine is not connected yet"))
 
     def _loss_of(self, ready: EngineReady) -> EngineLost | None:
         """The loss of this incarnation of an engine core, if it is lost; or of a later one."""
@@ -197,7 +208,7 @@ class EngineClient:
     def _connection_broke(self, ready: EngineReady) -> None:
         self._read_all(ready.engine)
         self.balancer.lost(ready.engine)
-        self._absences[ready.engine] = "the connection to the engine broke"
+        self._absences[ready.engine] = _Absence("the connection to the engine broke")
         self._close_link(ready.engine)
         self.on_connection_broken(ready)
 

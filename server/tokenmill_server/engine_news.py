@@ -10,13 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 def log_engine(update: EngineUpdate, rank: int, stall_timeout_s: float, restart: str = "starting it again") -> None:
-    """One line. `rank` is the engine core's in its deployment; `restart` is what happens after a loss that is not for
-    good."""
+    """One line. `rank` is the engine core's in its deployment; `restart` is what happens after a loss that is followed
+    by a restart."""
     match update:
         case EngineReady():
             logger.info("engine core %d serves again", rank)
-        case EngineLost(message=message, restarts=restarts):
-            logger.error("%s; its requests are lost, %s", message, restart if restarts else "it is not started again")
+        case EngineLost(message=message):
+            outlook = "a launcher that brings it back may join" if update.may_return else "it is not started again"
+            logger.error("%s; its requests are lost, %s", message, restart if update.restarts else outlook)
         case EngineStalled():
             logger.error("engine core %d is stalled: it has work but finished no step for %g s", rank, stall_timeout_s)
         case EngineRecovered():

@@ -65,7 +65,7 @@ class EngineTable:
 
     @property
     def _num_gone(self) -> int:
-        return sum(not lost.restarts for lost in self.lost)
+        return sum(lost.is_final for lost in self.lost)
 
     def client_gone(self, client: int, incarnation: int) -> None:
         """Tells every engine core that this incarnation of API server `client` died, so that its requests end."""

@@ -100,11 +100,11 @@ def describe(error: Exception) -> ErrorReply:
     else:
         return ErrorReply(500, _SERVER, "internal server error", code="internal_error")
     headers = {}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     elif isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    elif type(error) is EngineError:
+    elif type(error) is EngineError or isinstance(error, OverloadedError):
         headers["x-should-retry"] = "false"  # the same request would fail again
     param = error.param if isinstance(error, RequestError) else None
     own_code = error.code if isinstance(error, RequestError) else None

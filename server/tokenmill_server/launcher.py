@@ -46,6 +46,7 @@ from tokenmill_server.launching import (
     log_early_stop,
     may_spawn_early,
     stop_signals,
+    stopped_early,
     workers_asked_for,
 )
 from tokenmill_server.listen import bind, release, url_of
@@ -60,8 +61,9 @@ _ERROR_DELIVERY_S = 2.0
 _DRAIN_GRACE_S = 3.0
 _CUT_OFF_S = 1.0
 """How long API servers get to tell clients that their answers end here, when there is no time for more."""
-_REPEAT_S = 1.0
-"""Signals this soon after the first are the same wish: `timeout` and others signal a process and its group."""
+_REPEAT_S = 0.3
+"""Signals this soon after the first are the same wish: `timeout` and others signal a process and its group. Nobody who
+has read that another one ends the server at once is as quick."""
 
 
 class State(Enum):
@@ -110,7 +112,8 @@ def serve(values: FlagValues, parallel: DataParallelConfig) -> int:
         remote = None
         if parallel.is_head:
             facts = facts_of(configuration.engine, parallel)
-            remote = RemoteEngines(parallel, facts, watcher, run_dir.metrics)
+            gives_up = configuration.faults.engine_stall_timeout_s > 0
+            remote = RemoteEngines(parallel, facts, watcher, run_dir.metrics, gives_up)
             stack.callback(remote.close)
         launcher = Launcher(configuration, listener, run_dir, watcher, engines, remote)
         stack.callback(launcher.stop)
@@ -175,8 +178,8 @@ class Launcher:
                 self._handle(event)
             for update in self._engines.tick():
                 self._on_engine(update)
-            if self._remote is not None:
-                self._remote.tick()
+            for update in self._remote.tick() if self._remote is not None else ():
+                self._on_engine(update)
             for client in self._api_servers.tick():
                 if self._announced:
                     self._api_servers.send(client, self._table.introduction)
@@ -232,9 +235,11 @@ class Launcher:
         elif self._state is State.DRAINING:
             if time.monotonic() - self._drain_began >= _REPEAT_S:
                 self._cut_off(number)
+            else:
+                logger.info("%s: so soon after the first it counts as the same; again to stop at once", number.name)
         elif self._state is State.STARTING:
             log_early_stop(number)
-            self._status = 0
+            self._status = stopped_early(number)
         else:
             logger.debug("%s: the end is a moment away already", number.name)
 
@@ -258,7 +263,7 @@ class Launcher:
         if isinstance(update, EngineReady) and not self._announced:
             return
         rank = self._configuration.engine.rank_of(update.engine)
-        restart = "starting it again" if self._engines.has(update.engine) else "it may come back"
+        restart = "starting it again" if self._engines.has(update.engine) else "its launcher starts it again"
         log_engine(update, rank, self._configuration.faults.engine_stall_timeout_s, restart)
 
     def _on_api_server_message(self, client: int, message: FromApiServer) -> None:

@@ -13,19 +13,25 @@ logger = logging.getLogger(__name__)
 
 
 def end_at_once(number: signal.Signals, engines: EngineSupervisor, run_dir: RunDir) -> NoReturn:
-    """Ends this process, with status 0, whatever it is doing: a download may go on for minutes, and an exception would
-    wait for its threads."""
+    """Ends this process, with the status of one that has not served, whatever it is doing: a download may go on for
+    minutes, and an exception would wait for its threads."""
     try:
         engines.stop()
         run_dir.close()
         log_early_stop(number)
     finally:
-        os._exit(0)
+        os._exit(stopped_early(number))
 
 
 def log_early_stop(number: signal.Signals) -> None:
     """Says why a launcher ends that has not served yet."""
     logger.info("%s: stopped before the model was loaded", number.name)
+
+
+def stopped_early(number: signal.Signals) -> int:
+    """The exit status of a launcher that a signal ends before it serves: as shells tell of a process that the signal
+    itself has ended, so that nobody takes it for one that has done its work."""
+    return 128 + number
 
 
 def child_environment(run_dir: RunDir) -> dict[str, str]:

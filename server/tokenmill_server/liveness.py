@@ -1,7 +1,8 @@
-"""Finds child processes that live but do not react: stopped ones, and those whose answering thread hangs.
+"""Finds processes that live but do not react: stopped ones, and those whose answering thread hangs.
 
-Knows nothing of what the children do. A child that is busy answers all the same; a stopped one (SIGSTOP) cannot, and
-its state tells, so it is found sooner than one that is merely slow: a machine that swaps may hold one up for long.
+Knows nothing of what they do. One that is busy answers all the same; a stopped child (SIGSTOP) cannot, and its state
+tells, so it is found sooner than one that is merely slow: a machine that swaps may hold one up for long. Of a process
+on another machine there is only its silence.
 """
 
 import time
@@ -10,22 +11,23 @@ from typing import Any
 
 import psutil
 
-from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.child import ChildProcess
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import Ping
 from tokenmill_server.watcher import ChildKey
 
 INTERVAL_S = 1.0
-"""Between two looks at every child."""
+"""Between two looks at everybody."""
 STOPPED_S = 5.0
 """A child that is stopped for longer is given up."""
 SILENT_S = 30.0
-"""One that does not answer for longer as well."""
+"""Who does not answer for longer as well."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    child: ChildProcess[Any]
+    channel: ControlChannel[Any]
+    pid: int | None
+    """Of a child; None: it is on another machine, or may be."""
     answers: bool = False
     asked_at: float | None = None
     """When the ping was sent that is not answered yet."""
@@ -33,7 +35,7 @@ class _Watched:
 
 
 class Liveness:
-    """Looks at children from time to time. Its clock stands still while this process does: what was stopped together
+    """Looks at processes from time to time. Its clock stands still while this process does: what was stopped together
     with it, or slept with the machine, is not blamed for that."""
 
     def __init__(self, gives_up: bool = True) -> None:
@@ -49,26 +51,27 @@ class Liveness:
         """When to look again, on the monotonic clock."""
         return self._looked_at + INTERVAL_S
 
-    def watch(self, key: ChildKey, child: ChildProcess[Any]) -> None:
-        """Looks at a child from now on; it need not answer yet."""
-        self._watched[key] = _Watched(child)
+    def watch(self, key: ChildKey, channel: ControlChannel[Any], pid: int | None = None) -> None:
+        """Looks at a process from now on: a child, or what is at the other end of a connection. It need not answer
+        yet."""
+        self._watched[key] = _Watched(channel, pid)
 
     def expect_answers(self, key: ChildKey) -> None:
-        """The child is ready: it is pinged from now on."""
+        """It is ready: it is pinged from now on."""
         self._watched[key].answers = True
 
     def answered(self, key: ChildKey) -> None:
-        """The child has said something."""
+        """It has said something."""
         if key in self._watched:
             self._watched[key].asked_at = None
 
     def forget(self, key: ChildKey) -> None:
-        """The child is gone."""
+        """It is gone."""
         self._watched.pop(key, None)
 
     def look(self) -> list[tuple[ChildKey, str]]:
-        """Takes a look if it is time, and pings who has answered. Returns the children to be given up, each with what
-        it did, as the predicate of a sentence."""
+        """Takes a look if it is time, and pings who has answered. Returns who is to be given up, each with what it
+        did, as the predicate of a sentence."""
         now = time.monotonic()
         if now < self.next_look:
             return []
@@ -79,7 +82,7 @@ class Liveness:
         return [(key, fault) for key, watched in self._watched.items() if (fault := self._look_at(watched)) is not None]
 
     def _look_at(self, watched: _Watched) -> str | None:
-        if not _is_stopped(watched.child.process.pid):
+        if watched.pid is None or not _is_stopped(watched.pid):
             watched.stopped_since = None
         elif watched.stopped_since is None:
             watched.stopped_since = self.now
@@ -89,7 +92,7 @@ class Liveness:
             return f"did not react for {SILENT_S:.0f} s" if self.now - watched.asked_at >= SILENT_S else None
         if watched.answers:
             try:
-                watched.child.channel.send(Ping())
+                watched.channel.send(Ping())
                 watched.asked_at = self.now
             except ChannelClosedError:
                 watched.answers = False  # its end will be noticed

@@ -40,7 +40,7 @@ class EngineFault:
 
     engine: int
     status: str
-    """restarting, dead, unreachable or stalled."""
+    """restarting, missing, dead, unreachable or stalled."""
     reason: str
 
 
@@ -79,7 +79,7 @@ class Readiness:
         self._lost[lost.engine] = lost
         if self.phase is Phase.DEAD:
             return
-        if len(self._lost) == self._num_engines and not any(each.restarts for each in self._lost.values()):
+        if len(self._lost) == self._num_engines and all(each.is_final for each in self._lost.values()):
             self.move(Phase.DEAD, lost.message)
         else:
             self._check_joined()
@@ -109,17 +109,16 @@ class Readiness:
         if self._joined or self.phase not in (Phase.STARTING, Phase.READY):
             return
         self.phase = Phase.STARTING
-        hopes = [f"{lost.message}; it is being restarted" for lost in self._lost.values() if lost.restarts]
+        lost = self._lost.values()
+        hopes = [f"{each.message}; a launcher that brings it back may join" for each in lost if each.may_return]
+        hopes += [f"{each.message}; it is being restarted" for each in lost if each.restarts]
         hopes += self._unreachable.values()
         self.reason = hopes[-1] if hopes else "engine cores are being connected"
 
     @property
     def engine_faults(self) -> list[EngineFault]:
         """The engine cores that are not in rotation, in their order."""
-        faults = [
-            EngineFault(lost.engine, "restarting" if lost.restarts else "dead", lost.message)
-            for lost in self._lost.values()
-        ]
+        faults = [EngineFault(lost.engine, _status_of(lost), lost.message) for lost in self._lost.values()]
         faults += [EngineFault(engine, "unreachable", reason) for engine, reason in self._unreachable.items()]
         for stalled in self._stalled.values():
             reason = f"it has work but finished no step for {time.time() - stalled.since:.0f} s"
@@ -139,3 +138,9 @@ class Readiness:
             raise ShuttingDownError(self.reason)
         if self.phase is Phase.DEAD:
             raise EngineDeadError(self.reason)
+
+
+def _status_of(lost: EngineLost) -> str:
+    if lost.restarts:
+        return "restarting"
+    return "missing" if lost.may_return else "dead"

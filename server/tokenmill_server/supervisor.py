@@ -231,7 +231,7 @@ class EngineSupervisor:
         )
         watch_child(self._watcher, ("engine", rank.number), child)
         rank.child = child
-        self._liveness.watch(("engine", rank.number), child)
+        self._liveness.watch(("engine", rank.number), child.channel, child.process.pid)
 
     def _configure(self, rank: _Rank, config: EngineConfig, began: float) -> None:
         bind = self._bind(rank.number, rank.incarnation)
@@ -248,8 +248,8 @@ class EngineSupervisor:
         rank.child = None
         lost = None
         if not rank.is_lost:
-            moment = "" if rank.ready_since is not None else " while it was starting"
-            lost = self._lose(rank, rank.failure or f"{self._name(rank)} {describe_exit(returncode)}{moment}")
+            moment = "" if rank.ready_since is not None else "while it was starting"
+            lost = self._lose(rank, rank.failure or f"{self._name(rank)} {describe_exit(returncode, moment)}")
         self._schedule_restart(rank)
         return lost
 

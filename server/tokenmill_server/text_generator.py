@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -39,11 +40,15 @@ class TextGenerator:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._choices: dict[int, Choice] = {}
+        self._num_unsettled: Counter[int] = Counter()
+        """By engine: sequences that have failed because its connection broke. One that lives counts them itself, as
+        aborted, when it is greeted again."""
         client.on_output = self._on_step
 
     async def connect(self, engine: EngineReady) -> None:
         """Connects to an engine core. Raises EngineDeadError if it is gone or does not answer."""
         await self._client.connect(engine)
+        del self._num_unsettled[engine.engine]
 
     def misses(self, engine: EngineReady) -> bool:
         """Whether this incarnation of an engine core is not connected, though nobody has said that it is lost."""
@@ -130,17 +135,24 @@ class TextGenerator:
                 self.close_generation(generation)
 
     def engine_lost(self, lost: EngineLost) -> None:
-        """Fails everything that is open on an engine that is gone."""
+        """Fails everything that is open on an engine that is gone, and counts it."""
         self._client.disconnect(lost)
         self.fail_engine(lost.engine, EngineDeadError(lost.message))
+        # An end that the engine had counted, but not sent yet, counts twice: within a millisecond of its death nobody
+        # can tell which ends those were.
+        num_lost = self._num_unsettled.pop(lost.engine, 0)
+        if self._metrics is not None:
+            self._metrics.lost_requests[lost.engine].inc(num_lost)
 
     def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
         """New requests go elsewhere while an engine is stalled, if anywhere."""
         self._client.engine_stalls(change)
 
     def fail_engine(self, engine: int, error: TokenmillError) -> None:
-        """Ends everything that is open on an engine with `error`."""
+        """Ends everything that is open on an engine with `error`. The engine is gone or not connected: what becomes of
+        these requests there is settled when it is lost or connected again."""
         choices = [choice for choice in self._choices.values() if choice.generation.engine == engine]
+        self._num_unsettled[engine] += len(choices)
         for generation in {id(choice.generation): choice.generation for choice in choices}.values():
             self.fail(generation, error)
 

@@ -52,7 +52,7 @@ def test_two_ranks_find_nearly_as_much_as_one(ranks: Server, smollm_server: Serv
     assert alone > 0.75
     assert hit_rate(ranks) > 0.95 * alone
     served = [ranks.metric("request_success_total", engine=engine) for engine in ("0", "1")]
-    assert max(served) < 1.25 * sum(served) / 2
+    assert max(served) < 1.4 * sum(served) / 2
 
 
 def test_choices_of_one_prompt_stay_together(ranks: Server) -> None:

@@ -5,19 +5,19 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
 from tests.support.exposition import samples
-from tests.support.server import Server, check_error, run_serve, start_server, wait_for
+from tests.support.ports import free_port
+from tests.support.processes import wait_for_ends
+from tests.support.server import PATIENCE_S, Server, check_error, run_serve, start_server, wait_for
 from tests.support.streams import BackgroundStream, at_once, raw_request
 from tests.support.tcp_proxy import TcpProxy
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
@@ -29,13 +29,7 @@ from tokenmill_server.data_parallel.messages import Accepted, FromHead, FromLaun
 pytestmark = pytest.mark.slow
 
 TOKEN = {"TOKENMILL_DP_TOKEN": "only for tests"}
-_START_S = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+_START_S = 3 * PATIENCE_S
 
 
 class Deployment:
@@ -83,7 +77,7 @@ def pinned(server: Server, rank: int) -> str:
 
 def wait_for_return(server: Server, rank: int) -> None:
     """Until the rank has answered once."""
-    wait_for(lambda: ask(server, rank).status_code == 200, 60, f"rank {rank}", poll_s=0.2)
+    wait_for(lambda: ask(server, rank).status_code == 200, 2 * PATIENCE_S, f"rank {rank}", poll_s=0.2)
 
 
 def endless(server: Server, rank: int) -> BackgroundStream:
@@ -93,7 +87,7 @@ def endless(server: Server, rank: int) -> BackgroundStream:
 
 
 def wait_for_running(server: Server, count: int, **labels: str) -> None:
-    wait_for(lambda: server.metric("num_requests_running", **labels) == count, 20, f"{count} running requests")
+    wait_for(lambda: server.metric("num_requests_running", **labels) == count, PATIENCE_S, f"{count} running requests")
 
 
 def health(server: Server) -> int | None:
@@ -103,13 +97,13 @@ def health(server: Server) -> int | None:
         return None
 
 
-def wait_for_end(processes: list[psutil.Process], timeout_s: float) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    assert alive == [], f"still there after {timeout_s} s: {[process.cmdline() for process in alive]}"
-
-
 def finished(server: Server, rank: int) -> float:
+    """Requests that have ended there. A launcher that is slow to tell its counts is shown as it was heard last."""
     return server.metric("request_success_total", engine=str(rank))
+
+
+def wait_for_finished(server: Server, rank: int, count: float) -> None:
+    wait_for(lambda: finished(server, rank) == count, PATIENCE_S, f"{count} requests that rank {rank} has finished")
 
 
 @dataclass(frozen=True)
@@ -143,7 +137,8 @@ def test_requests_reach_all_ranks(pair: Pair, tiny_server: Server) -> None:
     answers = at_once([lambda f=f: head.text(**f) for f in fields])  # type: ignore[misc]
     assert answers == [tiny_server.text(**f) for f in fields]
     assert len({pinned(head, rank) for rank in range(3)}) == 1
-    assert sum(finished(head, rank) for rank in range(3)) == sum(before) + 27
+    total = sum(before) + 27
+    wait_for(lambda: sum(finished(head, rank) for rank in range(3)) == total, PATIENCE_S, "counts of all requests")
     assert all(finished(head, rank) >= before[rank] + 2 for rank in range(3))
     samples(head.http.get("/metrics").text)
 
@@ -173,11 +168,14 @@ def test_a_killed_api_server_frees_remote_ranks(pair: Pair) -> None:
     for pid in head.api_server_pids():
         head.kill(pid)
     for stream in streams:
-        result = stream.result(10)
+        result = stream.result()
         assert result.broken or result.error is not None
-    wait_for(lambda: len(head.api_server_pids()) == 2, 30, "API servers")
-    wait_for(lambda: health(head) == 200, 30, "a healthy head")
+    head.drop_connections()
+    wait_for(lambda: len(head.api_server_pids()) == 2, PATIENCE_S, "API servers")
+    wait_for(lambda: health(head) == 200, PATIENCE_S, "a healthy head")
     head.check_idle()
+    for rank in range(3):
+        wait_for_return(head, rank)
     assert len({pinned(head, rank) for rank in range(3)}) == 1
 
 
@@ -185,18 +183,19 @@ def test_a_killed_engine_core_is_restarted_by_its_launcher(pair: Pair) -> None:
     head, launcher = pair.head, pair.launcher
     count = finished(head, 1)
     pinned(head, 1)
-    assert finished(head, 1) == count + 1
+    wait_for_finished(head, 1, count + 1)
     lost, kept = endless(head, 1), endless(head, 2)
     wait_for_running(head, 2)
     launcher.kill(launcher.engine_pids()[0])
-    error = lost.result(10).error
+    error = lost.result().error
     assert error is not None
     assert "engine core 1" in error["message"]
+    wait_for(lambda: "engine core 1 serves again" in head.log, _START_S, "the restarted engine core")
     wait_for_return(head, 1)
-    assert "engine core 1 serves again" in head.log
-    assert finished(head, 1) == count + 2
+    wait_for_finished(head, 1, count + 3)
+    assert head.metric("request_success_total", engine="1", finished_reason="error") == 1
+    wait_for_running(head, 1)
     assert kept.is_alive()
-    assert head.metric("num_requests_running") == 1
 
 
 def test_launchers_that_do_not_fit_are_refused_before_weights_load(pair: Pair) -> None:
@@ -224,8 +223,8 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path, temporary: Path)
     deployment = Deployment(tiny_model, "-dp", "2", env={"TMPDIR": str(temporary)})
     port = free_port()
     with deployment.head("-dpl", "1", port=port) as head:
-        wait_for(lambda: "no launcher has rank 1 yet: start it with --headless" in head.log, 60, "a reminder")
-        waiting = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=30)
+        wait_for(lambda: "no launcher has rank 1 yet: start it with --headless" in head.log, _START_S, "a reminder")
+        waiting = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENCE_S)
         assert (waiting.status_code, waiting.json()["status"]) == (503, "starting")
         with deployment.headless("-dpl", "1", "-dpr", "1") as launcher:
             head.wait_until_ready()
@@ -233,11 +232,12 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path, temporary: Path)
             lost, kept = endless(head, 1), endless(head, 0)
             wait_for_running(head, 2)
             launcher.kill(launcher.process.pid)
-            error = lost.result(10).error
+            error = lost.result().error
             assert error is not None
             assert "engine core 1" in error["message"]
-            wait_for_end(processes, 10)
-        wait_for(lambda: ask(head, 1).status_code == 503, 10, "a rank that is gone")
+            wait_for_ends(processes)
+        assert head.metric("request_success_total", engine="1", finished_reason="error") == 1
+        wait_for(lambda: ask(head, 1).status_code == 503, PATIENCE_S, "a rank that is gone")
         assert health(head) == 200
         assert pinned(head, 0)
         assert kept.is_alive()
@@ -247,9 +247,9 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path, temporary: Path)
             assert kept.is_alive()
             processes = [*launcher.descendants(), *head.descendants()]
             head.kill(head.process.pid)
-            assert launcher.process.wait(10) == 1
+            assert launcher.process.wait(PATIENCE_S) == 1
             assert "is gone, and its launchers end with it" in launcher.log.splitlines()[-1]
-            wait_for_end(processes, 10)
+            wait_for_ends(processes)
     assert list(temporary.iterdir()) == []
 
 
@@ -281,8 +281,8 @@ def test_no_key_travels_between_launchers(tiny_model: Path) -> None:
             lost = endless(head, 0)
             wait_for_running(head, 1)
             launcher.kill(launcher.engine_pids()[0])
-            assert lost.result(10).error is not None
-            assert launcher.process.wait(10) == 1
+            assert lost.result().error is not None
+            assert launcher.process.wait(PATIENCE_S) == 1
         wire.stop()
         (accepted,) = [message for message in said(wire.said[1], FromHead) if isinstance(message, Accepted)]
         (ready,) = [message for message in said(wire.said[0], FromLauncher) if isinstance(message, EngineReady)]
@@ -312,14 +312,12 @@ def test_orderly_ends(tiny_model: Path) -> None:
         assert pinned(head, 0) == pinned(head, 1)
         processes = [*first.descendants(), *second.descendants(), *head.descendants()]
         assert second.stop() == 0
-        wait_for(lambda: "is gone: it was told to stop" in head.log, 10, "its leave")
+        wait_for(lambda: "is gone: it was told to stop" in head.log, PATIENCE_S, "its leave")
         assert pinned(head, 0)
         assert finished(head, 1) == 1
-        stopped_at = time.monotonic()
         assert head.stop(signal.SIGINT) == 0
-        assert first.process.wait(10) == 0
-        assert time.monotonic() - stopped_at < 15
-        wait_for_end(processes, 10)
+        assert first.process.wait(PATIENCE_S) == 0
+        wait_for_ends(processes)
 
 
 @pytest.mark.parametrize(

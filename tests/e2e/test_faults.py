@@ -1,7 +1,7 @@
 """Every process of a server killed, stopped or told to end, while it starts, rests and works, in three topologies.
 
-Within ten seconds every open request has an answer or the end of its connection, and either everything is gone,
-processes, port and files, and the exit status tells why, or what was lost is there again and everybody else went on.
+Every open request gets an answer or the end of its connection, and either everything is gone, processes, port and
+files, and the exit status tells why, or what was lost is there again and everybody else went on.
 
 Every busy server loses its launcher, its engine core and an API server. Whatever else is handled the same way in each
 topology, or at rest and at the start, comes in those where most could go wrong.
@@ -18,15 +18,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
-from tests.support.faults import ANSWER_S, Load, Traces, traced_server
-from tests.support.server import Server, start_server, wait_for
+from tests.support.faults import Load, Traces, traced_server
+from tests.support.server import PATIENCE_S, Server, start_server, wait_for
 
 pytestmark = pytest.mark.slow
 
-HANG_S = 20
-"""How long a process that hangs may live: it is found after five to seven seconds, on a machine that is not busy."""
-RETURN_S = 90
-"""How long what was lost may take to be there again, on a busy machine."""
+RETURN_S = 2 * PATIENCE_S
+"""How long what was lost may take to be there again."""
 SHUTDOWN_TIMEOUT_S = 2
 
 
@@ -88,7 +86,8 @@ def storm(server: Server) -> None:
 def interrupt_all(server: Server) -> None:
     """What Ctrl-C in a terminal does, and to those that a terminal would not reach."""
     for pid in (server.process.pid, *(process.pid for process in server.descendants())):
-        os.kill(pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):  # the launcher may have ended it by now
+            os.kill(pid, signal.SIGINT)
 
 
 Fault = Callable[[Server], None]
@@ -102,15 +101,17 @@ class End:
     statuses: frozenset[int]
     told: bool = True
     """Every client gets an error, and not just the end of its connection."""
-    exit_s: float = ANSWER_S
 
 
 KILLED = End(kill_launcher, frozenset({-signal.SIGKILL}), told=False)
 TERMINATED = End(terminate, frozenset({0}))
 STORMED = End(storm, frozenset({0, 128 + signal.SIGTERM}))
 INTERRUPTED = End(interrupt_all, frozenset({0}))
+TERMINATED_EARLY = End(terminate, frozenset({128 + signal.SIGTERM}))
+STORMED_EARLY = End(storm, frozenset({128 + signal.SIGTERM}))
+INTERRUPTED_EARLY = End(interrupt_all, frozenset({128 + signal.SIGINT}))
 LOST_ITS_ENGINE = End(kill_engine, frozenset({1}))
-ITS_ENGINE_HUNG = End(stop_engine, frozenset({1}), exit_s=HANG_S)
+ITS_ENGINE_HUNG = End(stop_engine, frozenset({1}))
 
 SINGLE, SCALED, DOUBLE = TOPOLOGIES = (Topology(1, 1), Topology(4, 1), Topology(2, 2))
 ENDS_OF_BUSY = [
@@ -126,8 +127,8 @@ ENDS_OF_IDLE = [
     (DOUBLE, STORMED),
 ]
 ENDS_OF_STARTS = [
-    *((SINGLE, KILLED), (SINGLE, STORMED), (SCALED, TERMINATED), (SCALED, LOST_ITS_ENGINE)),
-    *((DOUBLE, KILLED), (DOUBLE, LOST_ITS_ENGINE), (DOUBLE, INTERRUPTED)),
+    *((SINGLE, KILLED), (SINGLE, STORMED_EARLY), (SCALED, TERMINATED_EARLY), (SCALED, LOST_ITS_ENGINE)),
+    *((DOUBLE, KILLED), (DOUBLE, LOST_ITS_ENGINE), (DOUBLE, INTERRUPTED_EARLY)),
 ]
 LOSSES_OF_ANY = [(kill_api_server, False), (kill_api_server, True), (stop_api_server, True)]
 LOSSES_OF_DOUBLE = [(fault, is_busy) for fault in (kill_engine, stop_engine) for is_busy in (False, True)]
@@ -151,7 +152,7 @@ def end_it(server: Server, folder: Path, end: End) -> Traces:
     """Lets happen what ends the server, and looks for what is left. Returns what it had."""
     traces = Traces(server, folder)
     end.fault(server)
-    assert server.process.wait(end.exit_s) in end.statuses
+    assert server.process.wait(PATIENCE_S) in end.statuses
     traces.check_gone()
     return traces
 
@@ -160,9 +161,8 @@ def end_it(server: Server, folder: Path, end: End) -> Traces:
 def test_the_end_of_a_busy_server(tiny_model: Path, topology: Topology, end: End) -> None:
     with traced_server(*topology.flags(tiny_model)) as (server, folder):
         load = Load(server, topology.engines)
-        began = time.monotonic()
         end_it(server, folder, end)
-        load.check_answered(began, end.told)
+        load.check_answered(end.told)
 
 
 @pytest.mark.parametrize(("topology", "end"), ENDS_OF_IDLE, ids=name)
@@ -179,7 +179,7 @@ def test_the_end_of_an_idle_server(tiny_model: Path, topology: Topology, end: En
 def test_the_end_of_a_start(tiny_model: Path, topology: Topology, end: End) -> None:
     """When the processes are there and the engine cores have not loaded yet."""
     with traced_server(*topology.flags(tiny_model), wait=False) as (server, folder):
-        wait_for(lambda: has_all_processes(server, topology), 60, "all processes")
+        wait_for(lambda: has_all_processes(server, topology), PATIENCE_S, "all processes")
         end_it(server, folder, end)
 
 
@@ -201,7 +201,7 @@ class Survivor:
             self.close()
             self._topology = topology
             self._server, folder = self._stack.enter_context(traced_server(*topology.flags(self._model), wait=False))
-            wait_for(lambda: has_all_processes(self._server, topology), 60, "all processes")
+            wait_for(lambda: has_all_processes(self._server, topology), PATIENCE_S, "all processes")
             kill_api_server(self._server)
             self._server.wait_until_ready()
             self._stack.callback(lambda: end_it(self._server, folder, TERMINATED))
@@ -231,7 +231,8 @@ def test_a_loss_that_is_made_up_for(survivor: Survivor, topology: Topology, faul
     if load is not None:
         num_lost = in_engines(server, engine=str(number)) if of_engine else load.of_api_servers(server)[number]
     fault(server)
-    wait_for(lambda: lost not in (*server.engine_pids(), *server.api_server_pids()), HANG_S, "end of what hangs")
+    wait_for(lambda: lost not in (*server.engine_pids(), *server.api_server_pids()), PATIENCE_S, "end of what hangs")
+    server.drop_connections()  # some may have been to what was lost
     if load is not None:
         check_load(server, load, num_lost, of_engine)
     wait_for(lambda: topology.is_complete(server), RETURN_S, "server with all processes")
@@ -245,15 +246,14 @@ def check_load(server: Server, load: Load, num_lost: int, told: bool) -> None:
     """As many requests as the lost process had are over, `told` by an error or by the end of the connection; the engine
     cores have nothing of them any more, and the other streams go on."""
     assert num_lost > 0
-    wait_for(lambda: len(load.over()) >= num_lost, ANSWER_S, "answers")
+    wait_for(lambda: len(load.over()) >= num_lost, PATIENCE_S, "answers")
     over = load.over()
     assert len(over) == num_lost
     assert all(call.tells_an_error if told else not call.is_complete for call in over)
     num_open = len(load.calls) - num_lost
-    wait_for(lambda: in_engines(server) == num_open, ANSWER_S, "engine cores without what was lost")
-    streams = [call for call in load.calls if call.is_alive() and call.num_bytes]
-    num_bytes = [call.num_bytes for call in streams]
-    wait_for(lambda: all(c.num_bytes > n for c, n in zip(streams, num_bytes, strict=True)), 30, "streams that go on")
+    wait_for(lambda: in_engines(server) == num_open, PATIENCE_S, "engine cores without what was lost")
+    seen = {call: call.num_bytes for call in load.calls if call.is_alive() and call.num_bytes}
+    wait_for(lambda: all(call.num_bytes > count for call, count in seen.items()), PATIENCE_S, "streams that go on")
     load.leave()
 
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
-from tests.support.server import Server, check_error, start_server, wait_for
+from tests.support.ports import free_port
+from tests.support.server import PATIENCE_S, Server, check_error, start_server, wait_for
 from tests.support.streams import BackgroundStream, read_stream
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import SPECIAL_TOKENS, TURN_END, TURN_START, tiny_config, tiny_weights, write_tokenizer
@@ -23,6 +24,11 @@ from tests.support.tiny_models import SPECIAL_TOKENS, TURN_END, TURN_START, tiny
 pytestmark = pytest.mark.slow
 
 KEY = {"Authorization": "Bearer second"}
+MAX_LEN = 8192
+NUM_BLOCKS = 2 * MAX_LEN // 8
+"""Of the other server, which runs two requests at a time, even long ones."""
+ENDLESS = 8000
+"""Tokens: whoever is left before they are generated has not ended by itself."""
 GREETING_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}!"
 
 
@@ -33,11 +39,11 @@ def other(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (folder / "template.jinja").write_text(GREETING_TEMPLATE)
     (folder / "generation_config.json").write_text('{"temperature": 0.0}')
     (folder / "flags.yaml").write_text(
-        "served-model-name: [first, second]\nmax_model_len: 256\nblock-size: 8\nenable-prefix-caching: false\n"
+        f"served-model-name: [first, second]\nmax_model_len: {MAX_LEN}\nblock-size: 8\nenable-prefix-caching: false\n"
         f"max-num-seqs: 2\nscheduling-policy: priority\nchat-template: {folder}/template.jinja\nlog-level: INFO\n"
     )
     flags = ["--config", str(folder / "flags.yaml"), "--device", "cpu", "--dtype", "float32"]
-    flags += ["--num-gpu-blocks-override", "96", "--max-num-batched-tokens", "32", "--stream-interval", "5"]
+    flags += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-batched-tokens", "32", "--stream-interval", "5"]
     flags += ["--generation-config", str(folder), "--log-level", "debug", "--metrics-namespace", "vllm,tokenmill"]
     flags += ["--log-stats-interval", "0.5", "--no-async-scheduling", "--max-logprobs", "3", "--enforce-eager"]
     flags += ["--api-key", "first", "--api-key", "second"]
@@ -89,9 +95,9 @@ def test_api_keys(other: Server, tiny_server: Server) -> None:
 
 
 def test_max_model_len(other: Server, tiny_server: Server) -> None:
-    prompt = [7] * 300
+    prompt = [7] * (MAX_LEN + 1)
     assert check_error(other.post("/v1/completions", prompt=prompt), 400)["code"] == "context_length_exceeded"
-    assert other.http.get("/v1/models").json()["data"][0]["max_model_len"] == 256
+    assert other.http.get("/v1/models").json()["data"][0]["max_model_len"] == MAX_LEN
     assert tiny_server.complete(prompt)
     assert tiny_server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 65536
 
@@ -110,7 +116,7 @@ def test_kv_cache_sizes(other: Server, tiny_server: Server) -> None:
         assert match is not None
         return dict(re.findall(r'(\w+)="([^"]*)"', match[1]))
 
-    assert (info(other)["block_size"], info(other)["num_gpu_blocks"]) == ("8", "96")
+    assert (info(other)["block_size"], info(other)["num_gpu_blocks"]) == ("8", str(NUM_BLOCKS))
     bytes_per_token = 3 * 2 * 2 * 16 * 4
     assert (info(tiny_server)["block_size"], info(tiny_server)["num_gpu_blocks"]) == (
         "16",
@@ -130,22 +136,25 @@ def test_prefix_caching(other: Server, tiny_server: Server) -> None:
 
 
 def test_max_num_seqs(other: Server, tiny_server: Server) -> None:
-    def running_at_most(server: Server) -> float:
-        streams = [stream_of(server, prompt="a", max_tokens=220) for _ in range(6)]
-        seen = 0.0
-        while any(stream.is_alive() for stream in streams):
-            seen = max(seen, server.metric("num_requests_running"))
-        return seen
+    for server, num_running in ((other, 2), (tiny_server, 6)):
+        streams = [stream_of(server, prompt="a", max_tokens=ENDLESS) for _ in range(6)]
+        wait_for_load(server, num_running, 6 - num_running)
+        BackgroundStream.leave_all(streams)
 
-    assert running_at_most(other) == 2
-    assert running_at_most(tiny_server) > 2
+
+def wait_for_load(server: Server, num_running: int, num_waiting: int) -> None:
+    names = ("num_requests_running", "num_requests_waiting")
+    expected = [num_running, num_waiting]
+    wait_for(lambda: [server.metric(name) for name in names] == expected, PATIENCE_S, f"requests {expected}")
 
 
 def test_max_num_batched_tokens(other: Server, tiny_server: Server) -> None:
     def steps_above_32(server: Server) -> float:
         server.complete([5] * 200)
-        steps = server.metric("iteration_tokens_total_count")
-        return steps - server.metric("iteration_tokens_total_bucket", le="32.0")
+        page = server.metrics()
+        (steps,) = (value for key, value in page.items() if key.startswith("iteration_tokens_total_count"))
+        (small,) = (v for k, v in page.items() if k.startswith("iteration_tokens_total_bucket") and "le=32.0" in k)
+        return steps - small
 
     assert steps_above_32(other) == 0
     assert steps_above_32(tiny_server) > 0
@@ -153,15 +162,16 @@ def test_max_num_batched_tokens(other: Server, tiny_server: Server) -> None:
 
 def test_scheduling_policy(other: Server, tiny_server: Server) -> None:
     """Two long requests run; of those that wait the one with the lower number takes the first free place."""
-    long = [stream_of(other, prompt="long", max_tokens=limit) for limit in (180, 230)]
-    for stream in long:
-        stream.wait_for_events()
-    late = stream_of(other, prompt="a", max_tokens=100, priority=5)
-    wait_for(lambda: other.metric("num_requests_waiting") > 0, 10, "a waiting request", poll_s=0.005)
-    early = stream_of(other, prompt="a", max_tokens=100, priority=1)
-    for stream in (*long, late, early):
-        stream.result(60)
-    assert early.ended_at < late.ended_at
+    long = [stream_of(other, prompt="long", max_tokens=ENDLESS) for _ in range(2)]
+    wait_for_load(other, 2, 0)
+    late = stream_of(other, prompt="a", max_tokens=ENDLESS, priority=5)
+    wait_for_load(other, 2, 1)
+    early = stream_of(other, prompt="a", max_tokens=ENDLESS, priority=1)
+    wait_for_load(other, 2, 2)
+    long[0].leave()
+    early.wait_for_events()
+    assert late.stream.events == []
+    BackgroundStream.leave_all([long[1], early, late])
     check_error(tiny_server.post("/v1/completions", prompt="a", priority=1), 400)
 
 
@@ -210,7 +220,7 @@ def test_log_level_and_file_precedence(other: Server, tiny_server: Server) -> No
 
 def test_log_stats_interval(other: Server) -> None:
     count = other.log.count("generation throughput")
-    wait_for(lambda: other.log.count("generation throughput") >= count + 2, 5, "two more stats lines")
+    wait_for(lambda: other.log.count("generation throughput") >= count + 2, PATIENCE_S, "two more stats lines")
 
 
 def test_metrics_namespace(other: Server, tiny_server: Server) -> None:
@@ -229,13 +239,16 @@ def test_async_scheduling(other: Server, tiny_server: Server) -> None:
     ]
     stop = next(token for position, token in enumerate(token_ids) if position > 5 and token not in token_ids[:position])
 
-    def run(server: Server) -> tuple[float, str]:
-        before = server.metric("iteration_tokens_total_sum")
-        text = server.text("a", max_tokens=30, stop_token_ids=[stop], ignore_eos=True)
-        server.check_idle()
-        return server.metric("iteration_tokens_total_sum") - before, text
+    def num_computed(server: Server) -> float:
+        """Tokens so far. The answer to a request of known length comes when all steps before it are counted."""
+        server.complete("a", max_tokens=1)
+        return server.metric("iteration_tokens_total_sum")
 
-    run(tiny_server)
+    def run(server: Server) -> tuple[float, str]:
+        before = num_computed(server)
+        text = server.text("a", max_tokens=30, stop_token_ids=[stop], ignore_eos=True)
+        return num_computed(server) - before, text
+
     (ahead, first), (in_step, second) = run(tiny_server), run(other)
     assert first == second
     assert ahead == in_step + 1
@@ -259,7 +272,7 @@ def test_gpu_memory_utilization_is_not_dropped_in_silence(tiny_model: Path, tiny
 def test_disable_log_stats(tiny_model: Path) -> None:
     """No stats line either, though the interval has passed. Listens on another address of this machine."""
     flags = (*TINY_FLAGS, "--disable-log-stats", "--log-stats-interval", "0.2", "--host", "127.0.0.2")
-    with start_server(str(tiny_model), *flags) as server:
+    with start_server(str(tiny_model), *flags, port=free_port()) as server:
         assert server.url.startswith("http://127.0.0.2:")
         server.complete(max_tokens=200, ignore_eos=True)
         server.complete(max_tokens=200, ignore_eos=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
 from tests.support.held_thread import held_main_thread
-from tests.support.server import Server, start_server, wait_for
+from tests.support.server import PATIENCE_S, Server, start_server, wait_for
 from tests.support.streams import BackgroundStream
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 
 
 def stream(server: Server, rank: int) -> BackgroundStream:
-    one = BackgroundStream(server.url, "/v1/completions", headers={"X-Data-Parallel-Rank": str(rank)}, **ENDLESS)
+    one = BackgroundStream(server.url, "/v1/completions", headers={"X-data-parallel-rank": str(rank)}, **ENDLESS)
     one.wait_for_events(3)
     return one
 
@@ -42,12 +42,12 @@ def health(server: Server) -> tuple[int, str, list[tuple[int, str]]]:
 def test_a_stalled_engine_core_is_out_of_rotation_until_it_gets_on(server: Server) -> None:
     kept = stream(server, 0)
     with held_main_thread(server.engine_pids()[0]):
-        wait_for(lambda: health(server) == (200, "ok", [(0, "stalled")]), 3 * STALL_S, "stalled engine core")
+        wait_for(lambda: health(server) == (200, "ok", [(0, "stalled")]), PATIENCE_S, "stalled engine core")
         assert server.metric("engine_stalled", engine="0") == 1
         assert server.metric("engine_up", engine="0") == 1
         for _ in range(4):
             assert server.text("a", max_tokens=2)
-    wait_for(lambda: health(server) == (200, "ok", []), 3 * STALL_S, "recovery")
+    wait_for(lambda: health(server) == (200, "ok", []), PATIENCE_S, "recovery")
     assert server.metric("engine_stalled") == 0
     kept.wait_for_events(len(kept.stream.events) + 20)
     kept.leave()
@@ -57,7 +57,10 @@ def test_a_stalled_engine_core_is_out_of_rotation_until_it_gets_on(server: Serve
 
 def test_an_idle_engine_core_that_is_held_is_nobodys_loss(server: Server) -> None:
     """Nobody waits for it, so nobody is told anything."""
-    wait_for(lambda: server.metric("num_requests_running") == 0, 20, "idle server")
+    wait_for(lambda: server.metric("num_requests_running") == 0, PATIENCE_S, "idle server")
+    # Behind a request that is left a step may still be under way, but none behind an answer of known length.
+    fields = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+    assert server.http.post("/v1/completions", json=fields, headers={"X-data-parallel-rank": "1"}).status_code == 200
     with held_main_thread(server.engine_pids()[1]):
         time.sleep(STALL_S + 2)
         assert health(server) == (200, "ok", [])
@@ -68,14 +71,14 @@ def test_a_stalled_engine_core_is_killed_in_the_end_and_its_requests_are_answere
     lost = stream(server, 1)
     held_at = time.monotonic()
     with held_main_thread(server.engine_pids()[1], hides_death=True):
-        answer = lost.result(4 * STALL_S)
-        assert 2 * STALL_S - 2 <= lost.ended_at - held_at < 4 * STALL_S
+        answer = lost.result()
+        assert lost.ended_at - held_at >= 2 * STALL_S - 2
         assert health(server) == (200, "ok", [(1, "restarting")])
         assert server.metric("engine_up", engine="1") == 0
         assert server.text("a", max_tokens=2)
     assert answer.error is not None
     assert answer.error["message"] == f"engine core 1 had work but finished no step for {2 * STALL_S} s and was killed"
-    wait_for(lambda: health(server) == (200, "ok", []), 120, "restarted engine core")
+    wait_for(lambda: health(server) == (200, "ok", []), 2 * PATIENCE_S, "restarted engine core")
     assert server.metric("engine_restarts_total", engine="1") == 1
 
 
@@ -83,9 +86,9 @@ def test_a_server_whose_engine_cores_are_all_stalled_says_no(server: Server) -> 
     streams = [stream(server, rank) for rank in (0, 1)]
     first, second = server.engine_pids()
     with held_main_thread(first), held_main_thread(second):
-        wait_for(lambda: health(server) == (503, "stalled", [(0, "stalled"), (1, "stalled")]), 3 * STALL_S, "503")
+        wait_for(lambda: health(server) == (503, "stalled", [(0, "stalled"), (1, "stalled")]), PATIENCE_S, "503")
         assert server.http.get("/ping").status_code == 503
-    wait_for(lambda: health(server) == (200, "ok", []), 3 * STALL_S, "recovery")
+    wait_for(lambda: health(server) == (200, "ok", []), PATIENCE_S, "recovery")
     for one in streams:
         one.leave()
         assert one.stream.error is None, json.dumps(one.stream.error)

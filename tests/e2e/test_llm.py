@@ -1,5 +1,6 @@
 """`LLM`: the same engine from Python."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.server import Server, wait_for
+from tests.support.processes import wait_for_ends
+from tests.support.server import PATIENCE_S, Server, wait_for
 from tests.support.tiny_models import make_tiny_model
 from tokenmill import LLM, SamplingParams
 from tokenmill_engine.errors import (
@@ -40,7 +42,12 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 def engine_processes() -> list[psutil.Process]:
     """Engine cores that this process started itself."""
-    return [child for child in psutil.Process().children() if "tokenmill: engine core" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # somebody's end
+            if "tokenmill: engine core" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_prompts_of_every_kind_in_order(llm: LLM, tiny_server: Server) -> None:
@@ -144,7 +151,7 @@ def test_calls_from_several_threads(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert [texts[number] for number in range(4)] == alone
 
 
@@ -210,10 +217,13 @@ def test_data_parallel_and_stats(tiny_model: Path, capfd: pytest.CaptureFixture[
         assert len(before) >= 2
         outputs = model.generate([f"p {n}" for n in range(30)], SamplingParams(max_tokens=200, ignore_eos=True))
         assert all(len(output.outputs[0].token_ids) == 200 for output in outputs)
-        time.sleep(0.3)
-    log = capfd.readouterr().err
-    for engine in ("Engine 000", "Engine 001"):
-        assert engine in log
+        log: list[str] = []
+
+        def is_logged() -> bool:
+            log.append(capfd.readouterr().err)
+            return all(engine in "".join(log) for engine in ("Engine 000", "Engine 001"))
+
+        wait_for(is_logged, PATIENCE_S, "statistics of both engine cores")
 
 
 def test_shutdown_ends_processes_and_later_calls(tiny_model: Path) -> None:
@@ -250,12 +260,15 @@ def test_killed_engine_core(tiny_model: Path) -> None:
 
 
 SCRIPT = """
-import sys
+import signal, sys
 from tokenmill import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a script
 llm = LLM(sys.argv[1], device="cpu", dtype="float32", kv_cache_memory_bytes="64M")
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print("ready", flush=True)
+sys.stdin.readline()
 try:
+    print("working", flush=True)
     llm.generate(["a"] * 4, SamplingParams(max_tokens=int(sys.argv[2]), ignore_eos=True))
 except KeyboardInterrupt:
     print(llm.generate("a", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].finish_reason, flush=True)
@@ -268,20 +281,26 @@ def test_nothing_survives_the_script(tiny_model: Path, end: str) -> None:
     with tempfile.TemporaryDirectory(prefix="tm-") as folder:
         script = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(tiny_model), "4" if end == "of the script" else "60000"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"TMPDIR": folder},
         )
+        assert script.stdin is not None
         assert script.stdout is not None
-        with script.stdout:
+        with script.stdin, script.stdout:
             assert script.stdout.readline() == "ready\n"
             children = psutil.Process(script.pid).children()
+            assert len(children) == 1
+            script.stdin.write("go on\n")
+            script.stdin.flush()
+            assert script.stdout.readline() == "working\n"
             if end != "of the script":
-                time.sleep(0.5)
+                time.sleep(0.5)  # very likely it has begun, and nothing depends on it
                 script.send_signal(signal.SIGINT if end == "by Ctrl-C" else signal.SIGKILL)
             rest = script.stdout.read()
-        assert script.wait(30) == (-signal.SIGKILL if end == "by kill -9" else 0)
+        assert script.wait(PATIENCE_S) == (-signal.SIGKILL if end == "by kill -9" else 0)
         assert rest == ("length\n" if end == "by Ctrl-C" else "")
-        wait_for(lambda: not any(child.is_running() for child in children), 5, "end of the engine core")
+        wait_for_ends(children)
         if end != "by kill -9":
             assert list(Path(folder).iterdir()) == []

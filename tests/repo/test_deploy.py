@@ -22,12 +22,12 @@ METRIC = re.compile(r"\b(?:tokenmill:[a-z0-9_]+|http_[a-z_]+)")
 @pytest.fixture(scope="module")
 def series() -> set[str]:
     """Every sample name that a server exports."""
-    registry = CollectorRegistry()
-    engine = EngineMetrics("m", 0, 8192, registry=registry)
+    registries = [CollectorRegistry() for _ in range(3)]
+    engine = EngineMetrics("m", 0, 8192, registry=registries[0])
     engine.set_cache_config({"block_size": 16})
-    FrontendMetrics("m", 1, 8192, registry=registry).observe_http("/health", "GET", 200, 0.1)
-    LauncherMetrics("m", [0], registry=registry)
-    return {sample.name for metric in registry.collect() for sample in metric.samples}
+    FrontendMetrics("m", 1, 8192, registry=registries[1]).observe_http("/health", "GET", 200, 0.1)
+    LauncherMetrics("m", [0], registry=registries[2])
+    return {sample.name for registry in registries for metric in registry.collect() for sample in metric.samples}
 
 
 def load(path: str) -> Any:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.api_server import Server, engine_config, run_server
 from tests.support.far_engines import FarEngine, far_engines, far_way_to
+from tests.support.server import PATIENCE_S, wait_for
 from tests.support.tcp_proxy import TcpProxy
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import EnginesReady, FromApiServer, Listening, Serving
@@ -53,16 +54,16 @@ def replaced_server(run_dir: str, far: FarEngine) -> Iterator[tuple[httpx.Client
             child.channel.send(ApiServerStart(0, 1, run_dir, listener.fileno(), config, engine_config()))
             child.channel.send(EnginesReady([far.ready()]))
             assert child.channel.receive() == Listening()
-            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=25) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=PATIENCE_S) as client:
                 yield client, child
         finally:
             child.process.kill()
-            child.process.wait(10)
+            child.process.wait(PATIENCE_S)
             child.channel.close()
 
 
 def wait_for_answers(client: httpx.Client) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while (answer := client.post("/v1/completions", json=SHORT)).status_code != 200:
         assert answer.status_code in (500, 503)
         assert time.monotonic() < deadline, answer.text
@@ -85,7 +86,8 @@ def test_streams_end_with_an_error_and_the_engine_is_used_again() -> None:
             )
             wait_for_answers(client)
             assert client.get("/health").status_code == 200
-        assert server.engines[0].num_running == 0
+        # Long before it would have answered the streams.
+        wait_for(lambda: server.engines[0].num_running == 0, 30, "idle engine")
 
 
 def test_an_idle_connection_that_breaks_is_mended() -> None:
@@ -101,16 +103,14 @@ def test_an_idle_connection_that_breaks_is_mended() -> None:
 def test_while_the_engine_cannot_be_reached_everybody_is_told_so(tmp_path: Path) -> None:
     """Connections are accepted, /health names the engine; the launcher hears of service once there is some."""
     with far_engines(1, lets_in=False) as (far,), replaced_server(str(tmp_path), far) as (client, child):
-        health = client.get("/health")
         reason = "engine core 0 cannot be reached"
-        assert (health.status_code, health.json()) == (
-            503,
-            {
-                "status": "starting",
-                "reason": reason,
-                "engines": [{"engine": 0, "status": "unreachable", "reason": reason}],
-            },
-        )
+        unreachable = {
+            "status": "starting",
+            "reason": reason,
+            "engines": [{"engine": 0, "status": "unreachable", "reason": reason}],
+        }
+        wait_for(lambda: client.get("/health").json() == unreachable, PATIENCE_S, "word of the engine")
+        assert client.get("/health").status_code == 503
         assert client.post("/v1/completions", json=SHORT).json()["error"]["code"] == "engine_starting"
         far.let_in(True)
         assert child.channel.receive() == Serving()

@@ -1,7 +1,6 @@
 """An API server's connections, against engines and networks that do not behave."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -78,13 +77,14 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_those_that_can_be_reached_do_not_wait_for_the_others(tokenizer: Tokenizer) -> None:
+async def test_those_that_can_be_reached_do_not_wait_for_the_others(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill_server.engine_client._CONNECT_TIMEOUT_S", 2 * PATIENCE_S)
     async with api_of(tokenizer, 4, lets_in=False) as api:
         api.far[3].let_in(True)
-        began = time.monotonic()
         api.introduce()
         await api.connections.wait_for_one(PATIENCE_S)
-        assert time.monotonic() - began < 25, "one attempt takes 30 s"
         await api.generate()
         with pytest.raises(EngineUnavailableError):
             await api.generate(pinned=0)
@@ -108,6 +108,7 @@ async def test_whoever_cannot_be_reached_is_named_and_tried_again(
         with pytest.raises(EngineStartingError, match="engine core 0 cannot be reached"):
             api.readiness.check()
         await asyncio.sleep(1.0)  # for several attempts
+        monkeypatch.setattr("tokenmill_server.engine_client._CONNECT_TIMEOUT_S", PATIENCE_S)
         api.far[0].let_in(True)
         await api.connections.wait_for_one(PATIENCE_S)
         assert (api.readiness.phase, api.faults) == (Phase.READY, [])

@@ -37,6 +37,17 @@ def test_settled_means_that_nobody_is_still_to_come() -> None:
     assert table.lost == [lost(0, restarts=False)]
 
 
+def test_who_may_return_with_another_launcher_is_neither_hopeless_nor_settled() -> None:
+    table = EngineTable(2)
+    table.apply(ready(0))
+    table.apply(EngineLost(1, 0, "engine core 1 is gone with its launcher", may_return=True))
+    assert not table.is_settled
+    table.apply(lost(0, restarts=False))
+    assert not table.is_hopeless
+    table.apply(lost(1, restarts=False))
+    assert table.is_hopeless
+
+
 def test_hopeless_is_who_has_lost_all_for_good() -> None:
     table = EngineTable(2)
     table.apply(ready(0))

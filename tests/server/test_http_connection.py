@@ -19,6 +19,7 @@ pytestmark = pytest.mark.asyncio
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 HEAD_TIMEOUT_S = 0.3
 BODY_TIMEOUT_S = 0.5
+PATIENCE_S = 60.0
 POST = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\n"
 
 
@@ -56,6 +57,13 @@ async def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         await server.close()
 
 
+@pytest.fixture
+def patience(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits are not what is tested."""
+    monkeypatch.setattr(http_connection, "_BODY_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(http_connection, "_HEAD_TIMEOUT_S", PATIENCE_S)
+
+
 @asynccontextmanager
 async def connect(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection(*address)
@@ -70,7 +78,7 @@ async def connect(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.Strea
 async def test_a_head_that_never_ends(address: tuple[str, int], sent: bytes) -> None:
     async with connect(address) as (reader, writer):
         writer.write(sent)
-        assert await asyncio.wait_for(reader.read(), 10 * HEAD_TIMEOUT_S) == b""
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
 
 
 @pytest.mark.parametrize("following", [b"", b"GET", b"\r\n"])
@@ -82,7 +90,7 @@ async def test_answers_are_never_cut(address: tuple[str, int], following: bytes)
         writer.write(following)
         assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"3\r\nend\r\n0\r\n\r\n")
         if following == b"GET":
-            assert await asyncio.wait_for(reader.read(), 10 * HEAD_TIMEOUT_S) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
 
 
 async def test_connections_between_requests_stay_open(address: tuple[str, int]) -> None:
@@ -97,20 +105,23 @@ async def test_connections_between_requests_stay_open(address: tuple[str, int]) 
 async def test_a_body_that_never_ends(address: tuple[str, int], sent: bytes) -> None:
     async with connect(address) as (reader, writer):
         writer.write(POST + sent)
-        answer = await asyncio.wait_for(reader.read(), 10 * BODY_TIMEOUT_S)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b'"code":"request_timeout"' in answer.partition(b"\r\n\r\n")[2]
 
 
-async def test_a_slow_body(address: tuple[str, int]) -> None:
+async def test_a_slow_body(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than the limit, each of its bytes much less."""
+    monkeypatch.setattr(http_connection, "_BODY_TIMEOUT_S", 2.0)
     async with connect(address) as (reader, writer):
         writer.write(POST)
         for byte in b"abcdef":
-            await asyncio.sleep(0.6 * BODY_TIMEOUT_S)
+            await asyncio.sleep(0.4)
             writer.write(bytes([byte]))
         assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"a\r\ngot abcdef\r\n1\r\n.\r\n0\r\n\r\n")
 
 
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("wish", [b"h2c", b"websocket"])
 @pytest.mark.parametrize("cut", [1, 30, -3, None])
 async def test_upgrades_are_ignored(address: tuple[str, int], wish: bytes, cut: int | None) -> None:
@@ -122,15 +133,16 @@ async def test_upgrades_are_ignored(address: tuple[str, int], wish: bytes, cut: 
         await asyncio.sleep(0.05)
         writer.write(request[cut:] if cut is not None else b"")
         for body in (b"abcdef", b"ghijkl"):
-            answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
+            answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), PATIENCE_S)
             assert answer.startswith(b"HTTP/1.1 200 ")
             assert b"got " + body in answer
 
 
+@pytest.mark.usefixtures("patience")
 async def test_http_1_0_knows_no_chunks(address: tuple[str, int]) -> None:
     async with connect(address) as (reader, writer):
         writer.write(POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"abcdef")
-        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        head, _, body = (await asyncio.wait_for(reader.read(), PATIENCE_S)).partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in head
         assert b"connection: close" in head
         assert body == b"got abcdef."

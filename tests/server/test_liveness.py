@@ -60,7 +60,7 @@ def pass_time(watch: Liveness, clock: Clock, seconds: float) -> list[str]:
 def test_who_answers_is_asked_again(clock: Clock, ends: tuple[ChildProcess[FromEngine], ControlChannel[Ping]]) -> None:
     child, channel = ends
     watch = Liveness()
-    watch.watch(KEY, child)
+    watch.watch(KEY, child.channel, child.process.pid)
     assert pass_time(watch, clock, 2 * SILENT_S) == []
     assert channel.receive_available() == []
     watch.expect_answers(KEY)
@@ -75,7 +75,7 @@ def test_who_is_silent_is_given_up_and_asked_once(
 ) -> None:
     child, channel = ends
     watch = Liveness()
-    watch.watch(KEY, child)
+    watch.watch(KEY, child.channel, child.process.pid)
     watch.expect_answers(KEY)
     assert pass_time(watch, clock, SILENT_S) == []
     assert pass_time(watch, clock, 2) == ["did not react for 30 s"] * 2
@@ -89,7 +89,7 @@ def test_who_is_stopped_is_given_up_soon_unless_it_goes_on(
 ) -> None:
     child, _ = ends
     watch = Liveness()
-    watch.watch(KEY, child)
+    watch.watch(KEY, child.channel, child.process.pid)
     for _ in range(2):
         os.kill(child.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -109,7 +109,7 @@ def test_our_own_pause_counts_for_nobody(
 ) -> None:
     child, _ = ends
     watch = Liveness()
-    watch.watch(KEY, child)
+    watch.watch(KEY, child.channel, child.process.pid)
     watch.expect_answers(KEY)
     assert pass_time(watch, clock, 1) == []
     before = watch.now

@@ -107,6 +107,24 @@ def test_only_those_that_are_being_restarted_are_said_to_be() -> None:
     assert readiness.phase is Phase.DEAD
 
 
+def test_one_that_only_another_launcher_brings_back_is_missing_and_not_restarting() -> None:
+    """It keeps hope alive all the same: the head does not end for it."""
+    readiness = Readiness(3)
+    readiness.engine_joined(0, 0)
+    readiness.engine_lost(EngineLost(1, 0, "engine core 1 is gone with its launcher", may_return=True))
+    readiness.engine_lost(EngineLost(2, 0, "engine core 2 was killed", restarts=True))
+    assert [(fault.engine, fault.status) for fault in readiness.engine_faults] == [(1, "missing"), (2, "restarting")]
+    readiness.engine_lost(EngineLost(0, 0, "engine core 0 was killed"))
+    assert readiness.reason == "engine core 2 was killed; it is being restarted"
+    readiness.engine_lost(EngineLost(2, 1, "engine core 2 was killed"))
+    with pytest.raises(EngineStartingError, match=r"with its launcher; a launcher that brings it back may join$"):
+        readiness.check()
+    readiness.engine_joined(1, 1)
+    readiness.check()
+    readiness.engine_lost(EngineLost(1, 1, "engine core 1 was killed"))
+    assert readiness.phase is Phase.DEAD
+
+
 def test_an_unreachable_engine_core_is_named_and_may_come_back() -> None:
     readiness = Readiness(2)
     readiness.engine_joined(0, 0)

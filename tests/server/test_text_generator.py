@@ -66,7 +66,7 @@ class Recorder:
 
 
 async def wait_until(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -197,7 +197,7 @@ async def test_before_the_engines_are_connected(tokenizer: Tokenizer) -> None:
 async def test_an_engine_that_is_gone_before_anyone_said_so(tokenizer: Tokenizer) -> None:
     async with generating(tokenizer, 2) as (generator, engines):
         engines[0].stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:  # until the socket has noticed
                 try:
                     generator.abort(generator.start(request(tokenizer, "one"), Recorder(), 0))

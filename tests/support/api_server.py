@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tests.support.echo_engine import EchoEngine
+from tests.support.server import PATIENCE_S
 from tokenmill_engine.config.engine import EngineConfig, ModelConfig, ObservabilityConfig
 from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
@@ -57,7 +58,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, verify=False, **options)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, verify=False, **options)
 
     def announce_engines(self) -> None:
         """Makes the servers ready; returns when they are."""
@@ -106,7 +107,7 @@ def run_server(
         finally:
             for child in children:
                 child.process.kill()
-                child.process.wait(10)
+                child.process.wait(PATIENCE_S)
                 child.channel.close()
             for one in engines:
                 one.stop()

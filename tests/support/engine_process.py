@@ -120,7 +120,14 @@ class EngineTalker:
             answer.finish = finish
         return True
 
-    def finish(self, *request_ids: int, timeout_s: float = 30.0) -> list[Answer]:
+    def wait_for_tokens(self, *request_ids: int, count: int = 1, timeout_s: float = 60.0) -> None:
+        """Until each of these has got `count` tokens."""
+        deadline = time.monotonic() + timeout_s
+        while any(len(self.answers[request_id].tokens) < count for request_id in request_ids):
+            assert time.monotonic() < deadline, "no tokens"
+            self.poll()
+
+    def finish(self, *request_ids: int, timeout_s: float = 60.0) -> list[Answer]:
         """Wait until all of these have ended."""
         answers = [self.answers[request_id] for request_id in request_ids]
         deadline = time.monotonic() + timeout_s
@@ -129,7 +136,7 @@ class EngineTalker:
             self.poll()
         return answers
 
-    def wait_for_load(self, load: EngineLoad, timeout_s: float = 5.0) -> None:
+    def wait_for_load(self, load: EngineLoad, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.load != load:
             assert time.monotonic() < deadline, f"load is {self.load}"
@@ -161,7 +168,7 @@ class RunningEngine:
     def stop(self) -> int:
         """SIGTERM; returns the exit status."""
         os.kill(self.pid, signal.SIGTERM)
-        return self.child.process.wait(timeout=10)
+        return self.child.process.wait(timeout=60)
 
 
 @contextmanager

@@ -6,29 +6,28 @@ import re
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 
-from tests.support.connections import taken_by_each
-from tests.support.server import Server, start_server, wait_for
+from tests.support.connections import taken_by_each, wait_until_taken
+from tests.support.ports import free_port
+from tests.support.processes import wait_for_ends
+from tests.support.server import PATIENCE_S, Server, start_server, wait_for
 from tests.support.streams import raw_request
 
-ANSWER_S = 10.0
-"""How long anybody may wait for anything after a fault."""
+_MAX_CALLS = 64
 ENDLESS = {"prompt": "Once", "max_tokens": 50000, "ignore_eos": True}
 _SHARED_MEMORY = "/dev/shm/"
 
 
 @contextlib.contextmanager
-def traced_server(*arguments: str, wait: bool = True, port: int = 0) -> Iterator[tuple[Server, Path]]:
-    """A server and the folder for its temporary files."""
+def traced_server(*arguments: str, wait: bool = True) -> Iterator[tuple[Server, Path]]:
+    """A server, at a port that nobody else takes afterwards, and the folder for its temporary files."""
     with (
         tempfile.TemporaryDirectory(prefix="tm-") as folder,
-        start_server(*arguments, env={"TMPDIR": folder}, wait=wait, port=port) as server,
+        start_server(*arguments, env={"TMPDIR": folder}, wait=wait, port=free_port()) as server,
     ):
         yield server, Path(folder)
 
@@ -42,12 +41,11 @@ class Traces:
         self._processes = server.descendants()
         self._shared_memory = {path for process in self._processes for path in _mapped(process.pid)}
 
-    def check_gone(self, within_s: float = ANSWER_S) -> None:
+    def check_gone(self) -> None:
         """Nothing is left, and the port is free."""
-        _, alive = psutil.wait_procs(self._processes, timeout=within_s)
-        assert alive == [], f"still there after {within_s} s: {[process.cmdline() for process in alive]}"
+        wait_for_ends(self._processes)
         # After the death of the launcher its children see to the folder, when they notice.
-        wait_for(lambda: list(self._folder.iterdir()) == [], within_s, "empty folder for temporary files")
+        wait_for(lambda: list(self._folder.iterdir()) == [], PATIENCE_S, "empty folder for temporary files")
         assert [path for path in self._shared_memory if os.path.exists(path)] == []
         if self.port:
             with socket.create_server(("127.0.0.1", self.port)):
@@ -70,15 +68,12 @@ class Call(threading.Thread):
         self.connection = raw_request(url, "/v1/completions", {**ENDLESS, "stream": streams})
         self.connection.settimeout(None)
         self._received = bytearray()
-        self.ended_at = 0.0
-        """`time.monotonic`"""
         self.start()
 
     def run(self) -> None:
         with contextlib.suppress(OSError):
             while not self.is_complete and (data := self.connection.recv(65536)):
                 self._received += data
-        self.ended_at = time.monotonic()
         self.connection.close()
 
     @property
@@ -104,30 +99,36 @@ class Call(threading.Thread):
         """The client goes away."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
-        self.join(10)
+        self.join(PATIENCE_S)
 
 
 class Load:
-    """Endless requests, streamed and whole. Engine cores that take two at once let half of them wait."""
+    """Endless requests, streamed and whole, of which each API server has some. Engine cores that take two at once let
+    half of them wait, or more."""
 
     def __init__(self, server: Server, num_engines: int) -> None:
-        self.calls = [Call(server.url, streams=number % 2 == 0) for number in range(4 * num_engines)]
-        for state in ("running", "waiting"):
-            expected = 2 * num_engines
-            wait_for(lambda s=state, n=expected: server.metric(f"num_requests_{s}") == n, 60, f"{state} requests")  # type: ignore[misc]
+        self.calls = [self._call(server, number) for number in range(4 * num_engines)]
+        while not all(wait_until_taken(server, self._connections())):
+            assert len(self.calls) < _MAX_CALLS, "an API server takes no connections"
+            self.calls.append(self._call(server, len(self.calls)))
+        num_running = 2 * num_engines
+        expected = {"running": num_running, "waiting": len(self.calls) - num_running}
+        wait_for(
+            lambda: {state: server.metric(f"num_requests_{state}") for state in expected} == expected,
+            PATIENCE_S,
+            f"engine cores with {expected}",
+        )
 
-    def check_answered(self, since: float, told: bool) -> None:
-        """Everybody has heard in time that it is over: `told` by an error, else at least by the end of the
-        connection."""
+    def check_answered(self, told: bool) -> None:
+        """Everybody hears that it is over: `told` by an error, else at least by the end of the connection."""
         for call in self.calls:
-            call.join(max(1.0, since + ANSWER_S - time.monotonic()))
-            assert not call.is_alive(), f"a request hangs after {ANSWER_S} s"
-            assert call.ended_at - since < ANSWER_S
+            call.join(PATIENCE_S)
+            assert not call.is_alive(), f"a request hangs after {PATIENCE_S} s"
             assert call.tells_an_error or not (told or call.is_complete)
 
     def of_api_servers(self, server: Server) -> list[int]:
         """How many each API server has taken."""
-        return taken_by_each(server, [call.connection for call in self.calls])
+        return taken_by_each(server, self._connections())
 
     def over(self) -> list[Call]:
         """Calls that have ended."""
@@ -137,3 +138,10 @@ class Load:
         """All clients go away."""
         for call in self.calls:
             call.leave()
+
+    def _connections(self) -> list[socket.socket]:
+        return [call.connection for call in self.calls]
+
+    @staticmethod
+    def _call(server: Server, number: int) -> Call:
+        return Call(server.url, streams=number % 2 == 0)

@@ -13,15 +13,19 @@ from types import MappingProxyType
 
 import psutil
 
-from tests.support.server import wait_for
+from tests.support.server import PATIENCE_S, wait_for
 
 SCRIPT = """
+import os
 import sys
 from tokenmill_engine.errors import TokenmillError
-from tokenmill_server import api_servers, supervisor
+from tokenmill_server import api_servers, launcher, liveness, supervisor
 from tokenmill_server.cli import serve
 api_servers._MODULE = "tests.support.scripted_api_server"
 supervisor._ENGINE_MODULE = "tests.support.scripted_engine"
+for module in (launcher, liveness):
+    for name in {*vars(module)} & {*os.environ}:
+        setattr(module, name, float(os.environ[name]))
 try:
     sys.exit(serve.main(sys.argv[1:]))
 except TokenmillError as error:
@@ -62,7 +66,7 @@ class Launched:
 
     @property
     def log(self) -> str:
-        return self._log.read_text()
+        return self._log.read_text(errors="replace")  # the last character may be half there
 
     @property
     def children_log(self) -> str:
@@ -70,7 +74,7 @@ class Launched:
 
     def wait_for(self, pattern: str, count: int = 1) -> None:
         """Until `pattern` was written `count` times, by whomever."""
-        wait_for(lambda: len(re.findall(pattern, self.log + self.children_log)) >= count, 30, f"{pattern!r}")
+        wait_for(lambda: len(re.findall(pattern, self.log + self.children_log)) >= count, PATIENCE_S, f"{pattern!r}")
 
     def pid(self, name: str) -> int:
         self.wait_for(f"{name} pid")
@@ -80,7 +84,7 @@ class Launched:
 
     def wait(self, status: int) -> None:
         """Until it ends with `status`; nothing may be left then."""
-        assert self.process.wait(30) == status, self.log
+        assert self.process.wait(PATIENCE_S) == status, self.log
         for pid in re.findall(r"pid (\d+)", self.children_log):
             assert not psutil.pid_exists(int(pid))
         assert list(self.temporary.iterdir()) == []
@@ -90,7 +94,8 @@ class Launched:
 def launched(
     *arguments: str, engine: str = "ready", api: str = "serve", environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Launched]:
-    with tempfile.TemporaryDirectory(prefix="l-") as folder:
+    """What has the name of a constant of `launcher` or `liveness` in `environment` takes its place: seconds."""
+    with tempfile.TemporaryDirectory(prefix="l-", ignore_cleanup_errors=True) as folder:
         run = Launched(Path(folder), engine, api, arguments, environment)
         try:
             yield run

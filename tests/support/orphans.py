@@ -27,7 +27,7 @@ def be_parent(mode: str, run_dir: str) -> None:
     print(child.process.pid, flush=True)  # noqa: T201
     if mode == "fails":
         child.channel.send(Ping())
-    time.sleep(60)
+    time.sleep(600)
 
 
 def fail(message: object) -> None:
@@ -43,7 +43,7 @@ def be_child(options: argparse.Namespace) -> None:
     if options.mode != "unwatched":
         watch_parent(channel, fail if options.mode == "fails" else print, options.run_dir)
     channel.send(Listening())
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while time.monotonic() < end:
         if options.mode != "deaf":
             time.sleep(0.1)

@@ -1,10 +1,11 @@
 """A child that speaks an engine core's part of the launcher's protocol. CHILD_ENGINE says how it behaves: `ready`,
-`refuse` (says why it cannot start), `crash` (exits with status 3 instead of starting), `die` (with status 4, as soon as
-it has started), `late` (is not ready before another one was restarted), `stall` (says that it has work, and finishes no
-step), `hiccup` (the same until an API server has heard of it). `first,later` is how the first incarnation and how all
-others behave, `behaviour:1` is that of engine 1 alone."""
+`refuse` (says why it cannot start), `crash` (exits with status 3 instead of starting), `kill` (is killed instead),
+`die` (with status 4, as soon as it has started), `late` (is not ready before another one was restarted), `stall` (says
+that it has work, and finishes no step), `hiccup` (the same until an API server has heard of it). `first,later` is how
+the first incarnation and how all others behave, `behaviour:1` is that of engine 1 alone."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -51,6 +52,8 @@ def main() -> None:
         sys.exit(1)
     if behaviour == "crash":
         sys.exit(3)
+    if behaviour == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = bind_router(context, start.bind.input)
     heartbeat = Heartbeat(channel)

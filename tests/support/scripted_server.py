@@ -5,9 +5,11 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_PATIENCE_S = 60.0
 
 
 def event(payload: dict[str, Any] | str, newline: bytes = b"\n") -> bytes:
@@ -29,13 +31,14 @@ DONE = event("[DONE]")
 
 @dataclass
 class Reply:
-    """What to answer. `pieces` are (seconds to wait, bytes), each written by itself as one body chunk.
+    """What to answer. `pieces` are (seconds to wait, bytes), each written by itself as one body chunk; instead of
+    seconds there may be what is waited for.
 
     `framing` is `chunked`, `length` or `close` (the body ends with the connection); `drop` closes the connection
     after the pieces without ending the body; `close_after` closes it after a complete reply without saying so.
     """
 
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    pieces: "Sequence[tuple[float | Callable[[], bool], bytes]]" = ()
     status: int = 200
     framing: str = "chunked"
     drop: bool = False
@@ -44,7 +47,7 @@ class Reply:
 
 @dataclass
 class Seen:
-    """One request as the server saw it. Times are `time.perf_counter`."""
+    """One request as the server saw it. Times are `time.perf_counter`, those of pieces just before they are sent."""
 
     method: str
     path: str
@@ -67,21 +70,26 @@ class ScriptedServer:
         """0 until it listens: then one that was free."""
         self.seen: list[Seen] = []
         self.max_open = 0
+        """Requests that were open at the same time."""
         self._open = 0
         self._connections = 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(_PATIENCE_S)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def once_open(self, count: int) -> "tuple[Callable[[], bool], bytes]":
+        """A first piece of a reply, of no meaning, that is not sent before so many requests are open at once."""
+        return lambda: self.max_open >= count, b": open\n\n"
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(_PATIENCE_S)
 
     def _serve(self) -> None:
         self._loop.run_until_complete(self._main())
@@ -137,14 +145,23 @@ class ScriptedServer:
         else:
             head += "Connection: close\r\n"
         writer.write(head.encode() + b"\r\n")
-        for delay_s, data in reply.pieces:
-            await asyncio.sleep(delay_s)
+        for delay, data in reply.pieces:
+            await self._wait(delay)
+            seen.sent_s.append(time.perf_counter())
             writer.write(b"%x\r\n%s\r\n" % (len(data), data) if reply.framing == "chunked" else data)
             await writer.drain()
-            seen.sent_s.append(time.perf_counter())
         if reply.drop or reply.framing == "close":
             return False
         if reply.framing == "chunked":
             writer.write(b"0\r\n\r\n")
         await writer.drain()
         return not reply.close_after
+
+    @staticmethod
+    async def _wait(delay: "float | Callable[[], bool]") -> None:
+        if not callable(delay):
+            await asyncio.sleep(delay)
+            return
+        async with asyncio.timeout(_PATIENCE_S):
+            while not delay():
+                await asyncio.sleep(0.001)

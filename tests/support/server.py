@@ -17,10 +17,11 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 CONTROL_PROMPT = "The capital of France is"
+PATIENCE_S = 60.0
+"""How long a test waits for what takes a moment, or seconds if processes start: the machine may be busy, or slow. What
+the product itself bounds by less is told apart by what it says, not by the clock."""
 _READY = re.compile(r"is ready at (\S+) after")
-_START_TIMEOUT_S = 90.0
-_STOP_TIMEOUT_S = 20.0
-_CHECK_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 180.0
 
 
 class Server:
@@ -52,7 +53,7 @@ class Server:
         self._control_text = self._control()
         self._engine_pids = self.engine_pids()
 
-    def stop(self, signal_number: int = signal.SIGTERM, timeout_s: float = _STOP_TIMEOUT_S) -> int:
+    def stop(self, signal_number: int = signal.SIGTERM, timeout_s: float = PATIENCE_S) -> int:
         """Signals the launcher and waits for its end; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
@@ -146,18 +147,23 @@ class Server:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def check_alive(self) -> None:
-        """Within 5 s: healthy, the control request answers as it did at the start, same engine processes."""
+        """Soon: healthy, the control request answers as it did at the start, same engine processes."""
         assert self._control_text is not None, "remember_control() was not called"
-        wait_for(lambda: self.http.get("/health").status_code == 200, _CHECK_TIMEOUT_S, "a healthy server")
+        wait_for(lambda: self.http.get("/health").status_code == 200, PATIENCE_S, "a healthy server")
         assert self._control() == self._control_text
         assert self.engine_pids() == self._engine_pids
 
     def check_idle(self) -> None:
-        """Within 5 s, by scraping alone: nothing runs, nothing waits, no KV block is in use."""
+        """Soon, by scraping alone: nothing runs, nothing waits, no KV block is in use."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        deadline = time.monotonic() + _CHECK_TIMEOUT_S
-        while busy := {name: value for name in names if (value := self.metric(name)) != 0}:
-            assert time.monotonic() < deadline, f"still busy after {_CHECK_TIMEOUT_S} s: {busy}"
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            load = {key: value for key, value in self.metrics().items() if key.partition("{")[0] in names}
+            assert {key.partition("{")[0] for key in load} == set(names)
+            busy = {key: value for key, value in load.items() if value != 0}
+            if not busy:
+                return
+            assert time.monotonic() < deadline, f"still busy after {PATIENCE_S} s: {busy}"
             time.sleep(0.05)
 
     def _control(self) -> str:
@@ -211,7 +217,7 @@ def start_server(
 
 
 def run_serve(
-    *arguments: str, timeout_s: float = 60, env: dict[str, str] | None = None
+    *arguments: str, timeout_s: float = 2 * PATIENCE_S, env: dict[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """`tokenmill serve` that is expected to end by itself, with `env` added to the environment."""
     return subprocess.run(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tests.support.server import wait_for
+from tests.support.server import PATIENCE_S, wait_for
 
 T = TypeVar("T")
 
@@ -28,6 +28,8 @@ class Stream:
     """The connection ended in the middle."""
     body: str = ""
     """Of an answer that is no stream."""
+    port: int = 0
+    """Of our end of the connection."""
 
     @property
     def error(self) -> dict[str, Any] | None:
@@ -74,9 +76,10 @@ def _read_into(
 ) -> None:
     try:
         with (
-            httpx.Client(timeout=120, trust_env=False, headers=headers) as client,
+            httpx.Client(timeout=2 * PATIENCE_S, trust_env=False, headers=headers) as client,
             client.stream("POST", url, json={"stream": True, **fields}) as response,
         ):
+            stream.port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
             stream.status = response.status_code
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 response.read()
@@ -109,15 +112,23 @@ class BackgroundStream(threading.Thread):
         _read_into(self.stream, *self._call)
         self.ended_at = time.monotonic()
 
-    def wait_for_events(self, count: int = 1, timeout_s: float = 30) -> None:
+    def wait_for_events(self, count: int = 1, timeout_s: float = PATIENCE_S) -> None:
         wait_for(lambda: len(self.stream.events) >= count, timeout_s, f"{count} events of a stream")
 
     def leave(self) -> None:
         """Goes away with the next event."""
         self._left.set()
-        self.join(30)
+        self.join(PATIENCE_S)
 
-    def result(self, timeout_s: float) -> Stream:
+    @staticmethod
+    def leave_all(streams: "Sequence[BackgroundStream]") -> None:
+        """Each goes away with its next event; those that have none yet may get it when others are gone."""
+        for stream in streams:
+            stream._left.set()
+        for stream in streams:
+            stream.leave()
+
+    def result(self, timeout_s: float = PATIENCE_S) -> Stream:
         """The whole stream; fails if it hangs."""
         self.join(timeout_s)
         assert not self.is_alive(), f"a request hangs after {timeout_s} s"
@@ -130,7 +141,7 @@ def raw_request(url: str, path: str, fields: dict[str, Any]) -> socket.socket:
     assert target.port is not None
     body = json.dumps(fields).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection = socket.create_connection((target.host, target.port), timeout=30)
+    connection = socket.create_connection((target.host, target.port), timeout=PATIENCE_S)
     connection.sendall(head.encode() + body)
     return connection
 

@@ -47,6 +47,13 @@ class EngineLost(msgspec.Struct, tag=True, frozen=True):
     """Why, as one sentence."""
     restarts: bool = False
     """Whether another incarnation of it is about to start; `EngineBack` tells when it is there."""
+    may_return: bool = False
+    """Nobody starts it again, but a headless launcher that has its rank may join."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it never comes back."""
+        return not (self.restarts or self.may_return)
 
 
 class EngineStalled(msgspec.Struct, tag=True, frozen=True):

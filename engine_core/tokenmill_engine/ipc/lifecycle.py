@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _START_TIME_FIELD = 19
 """Of /proc/self/stat, from the state on: ticks from the start of the machine to that of the process."""
+_REMOVAL_ATTEMPTS = 5
+"""Another thread, or another process that has not noticed yet, may put a file into a folder while it is removed."""
 _CLOSE_WAIT_S = 1.0
 """How much later than its death signal a dying parent closes its sockets, at most."""
 
@@ -41,8 +43,8 @@ def become_child(
 
     Call it early in the child's main thread. If the parent is gone already, `run_dir` is removed and this exits.
     """
-    set_title(title)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_title(title)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
@@ -102,10 +104,17 @@ def exit_terminated(channel: ControlChannel[T], run_dir: str) -> NoReturn:
 
 
 def exit_orphaned(run_dir: str | None) -> NoReturn:
-    """Remove `run_dir` and end this process: the launcher is gone and cannot clean up any more."""
+    """Remove `run_dir`, if there is one, and end this process: the parent is gone and cannot clean up any more."""
     if run_dir is not None:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        _remove(run_dir)
     os._exit(1)
+
+
+def _remove(run_dir: str) -> None:
+    for _ in range(_REMOVAL_ATTEMPTS):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if not os.path.exists(run_dir):
+            return
 
 
 def die_with(work: Callable[[], None]) -> None:

@@ -29,6 +29,9 @@ from tokenmill_server.balancing.home_rank import home_rank, share_of
 from tokenmill_server.balancing.prompt_blocks import PromptBlocks, name_blocks
 from tokenmill_server.balancing.rank_load import RankLoad, TypicalRequest
 
+RANK_HEADER = "X-data-parallel-rank"
+"""Of a request that goes to one engine core, whatever its load."""
+
 _SEQUENCE_TOKENS, _CONTEXT_SHARE = 32, 1 / 8
 """Decoding one sequence to its end counts as so many prompt tokens, and this share of its prompt's length: every
 token reads all of the context."""
@@ -97,7 +100,7 @@ class LoadBalancer:
         if pinned is not None:
             if not 0 <= pinned < count:
                 raise InvalidRequestError(
-                    f"there is no data-parallel rank {pinned}; ranks are 0 to {count - 1}", "X-data-parallel-rank"
+                    f"there is no data-parallel rank {pinned}; ranks are 0 to {count - 1}", RANK_HEADER
                 )
             return pinned
         if count == 1:

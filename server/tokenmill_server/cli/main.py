@@ -59,8 +59,9 @@ def _end_quietly_on_signals() -> None:
             signal.signal(number, _end)
 
 
-def _end(_number: int, _frame: FrameType | None) -> None:
-    os._exit(0)
+def _end(number: int, _frame: FrameType | None) -> None:
+    """With the status that shells give to a process which the signal itself has ended."""
+    os._exit(128 + number)
 
 
 def _open_standard_streams() -> None:

@@ -1,17 +1,22 @@
-"""TCP connections between launchers. A host that vanishes is noticed within ten seconds, as a process that ends is at
-once; one whose launcher is merely stopped is not taken for dead, because its kernel still answers."""
+"""TCP connections between launchers. A host that vanishes is noticed within ten seconds, and a process that ends at
+once. One that is merely stopped is not noticed here, because its kernel still answers: launchers ask each other."""
 
 import errno
+import logging
 import socket
 import struct
 from typing import Any, TypeVar
 
+import msgspec
+
 from tokenmill_engine.errors import ConfigError, StartupError
-from tokenmill_engine.ipc.channel import ControlChannel
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 
 T = TypeVar("T")
 
-_BACKLOG = 64
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 1024
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of a launcher that has proved who it is; metric files are the longest."""
 MAX_HANDSHAKE_BYTES = 64 * 1024
@@ -91,6 +96,14 @@ def channel_over(
     if send_timeout_s is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", send_timeout_s, 0))
     return ControlChannel(connection, message_type, max_message_bytes=max_message_bytes)
+
+
+def send_if_open(channel: ControlChannel[Any], message: msgspec.Struct) -> None:
+    """Sends; if the other side is gone, whoever reads the channel hears of that."""
+    try:
+        channel.send(message)
+    except ChannelClosedError:
+        logger.debug("%s was for somebody who is gone; the end of file follows", type(message).__name__)
 
 
 def shown(host: str, port: int) -> str:

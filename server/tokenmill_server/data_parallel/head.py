@@ -1,35 +1,26 @@
-"""The head's view of headless launchers: it waits for them, lets in those that fit, and tells what becomes of their
-engine cores, in the same words as `EngineSupervisor` tells of those of this machine."""
+"""The head's view of headless launchers: which ranks they have, whether they live, and what becomes of their engine
+cores, told in the same words as `EngineSupervisor` tells of those of this machine."""
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from math import inf
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted, Ping, Pulse
 from tokenmill_engine.ipc.sockets import public_key
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.config import DataParallelConfig
 from tokenmill_server.data_parallel import metric_copies
-from tokenmill_server.data_parallel.agreement import difference
-from tokenmill_server.data_parallel.authentication import engine_key, is_proof, new_nonce, proof
-from tokenmill_server.data_parallel.connection import (
-    MAX_HANDSHAKE_BYTES,
-    MAX_MESSAGE_BYTES,
-    channel_over,
-    listen,
-    shown,
-)
+from tokenmill_server.data_parallel.authentication import engine_key, new_nonce
+from tokenmill_server.data_parallel.connection import send_if_open
 from tokenmill_server.data_parallel.messages import (
     Accepted,
-    Challenge,
     Facts,
     FromHead,
     FromLauncher,
@@ -40,60 +31,37 @@ from tokenmill_server.data_parallel.messages import (
     MetricFilesKept,
     Refused,
     Registration,
-    legible,
 )
 from tokenmill_server.data_parallel.ranks import phrase, without
+from tokenmill_server.data_parallel.reception import KEY, Connection, Reception, RefusedError
 from tokenmill_server.engine_table import EngineUpdate
-from tokenmill_server.version import __version__
+from tokenmill_server.liveness import Liveness
 from tokenmill_server.watcher import Readable, Watcher
 
 logger = logging.getLogger(__name__)
 
-KEY = "headless launcher"
-"""Kind of this module's keys in the watcher."""
-
-_HANDSHAKE_S = 10.0
-_MAX_STRANGERS = 64
-"""Connections that have not registered yet."""
 _REMIND_S = 10.0
-_SEND_TIMEOUT_S = 1
-"""Longest time that one connection may keep the head from everything else."""
-_RESOURCE_PAUSE_S = 0.1
-"""Wait after running out of file descriptors."""
 _MAX_UNANSWERED = 16
 """Questions for metrics that a launcher may owe before it is asked no more."""
 _MAX_INCARNATION = 2**31
 
 
-class _RefusedError(Exception):
-    """A launcher may not join, or not stay; the message is for its user and ours."""
-
-    def __init__(self, message: str, may_pass: bool = False) -> None:
-        super().__init__(message)
-        self.may_pass = may_pass
-
-
 @dataclass(slots=True)
 class _Launcher:
-    """One connection, and what is known of who is at its other end."""
+    """One that was let in."""
 
-    number: int
-    channel: ControlChannel[FromLauncher]
-    address: str
-    deadline: float
-    """For its registration, on the monotonic clock."""
-    nonce: bytes = field(default_factory=new_nonce)
-    """Ours."""
-    join_nonce: bytes | None = None
-    """The launcher's, once it has asked to join."""
-    ranks: range | None = None
-    """Once it is accepted."""
+    connection: Connection
+    ranks: range
     parting: str = ""
     """Why it leaves, if it has said so."""
 
     @property
+    def number(self) -> int:
+        return self.connection.number
+
+    @property
     def name(self) -> str:
-        return self.address if self.ranks is None else f"the launcher of {phrase(self.ranks)} at {self.address}"
+        return f"the launcher of {phrase(self.ranks)} at {self.connection.address}"
 
 
 @dataclass(slots=True)
@@ -108,27 +76,23 @@ class _Question:
 class RemoteEngines:
     """The engine cores of headless launchers."""
 
-    def __init__(self, parallel: DataParallelConfig, facts: Facts, watcher: Watcher, metrics: Path) -> None:
-        """`metrics`: the folder where /metrics finds the values of all processes.
+    def __init__(
+        self, parallel: DataParallelConfig, facts: Facts, watcher: Watcher, metrics: Path, gives_up: bool = True
+    ) -> None:
+        """`metrics`: the folder where /metrics finds the values of all processes. `gives_up`: whether a launcher that
+        does not react counts as gone.
 
         Raises:
             ConfigError, StartupError: it is impossible to wait at the address.
         """
         self._parallel = parallel
-        self._facts = facts
         self._watcher = watcher
         self._metrics = metrics
         self._key_nonce = new_nonce()
         self._public_key = public_key(engine_key(parallel.token, self._key_nonce))
         """Of all engine cores' sockets."""
-        self._listener = listen(parallel.address, parallel.rpc_port)
-        self.address = shown(*self._listener.getsockname()[:2])
-        """Where it waits."""
-        watcher.watch(self._listener, (KEY, 0))
-        self._accept_at = inf
-        """When the listener is watched again, on the monotonic clock; infinite: it is watched."""
         self._launchers: dict[int, _Launcher] = {}
-        self._last_number = 0
+        self._liveness = Liveness(gives_up)
         self._incarnations: dict[int, int] = {}
         """Of ranks that have served: the number of the latest incarnation, over all launchers that have had it."""
         self._bases: dict[int, int] = {}
@@ -137,6 +101,9 @@ class RemoteEngines:
         self._questions: dict[int, _Question] = {}
         self._last_question = 0
         self._remind_at = time.monotonic() + _REMIND_S
+        self._reception = Reception(parallel, facts, watcher, self._admit)
+        self.address = self._reception.address
+        """Where it waits for launchers."""
         logger.info(
             "waiting at %s for %s of headless launchers%s",
             self.address,
@@ -147,25 +114,26 @@ class RemoteEngines:
     @property
     def missing(self) -> list[int]:
         """The ranks that no launcher has."""
-        theirs = (launcher.ranks for launcher in self._launchers.values() if launcher.ranks is not None)
+        theirs = (launcher.ranks for launcher in self._launchers.values())
         return without(range(self._parallel.size), self._parallel.local_ranks, *theirs)
 
     @property
     def next_tick(self) -> float:
         """When `tick` has something to do next, on the monotonic clock."""
-        return min(self._remind_at, self._accept_at, *(launcher.deadline for launcher in self._strangers()))
+        return min(self._remind_at, self._reception.next_tick, self._liveness.next_look)
 
-    def tick(self) -> None:
-        """To be called when `next_tick` has come, or more often: reminds of missing launchers, lets go of connections
-        that say nothing."""
+    def tick(self) -> list[EngineUpdate]:
+        """To be called when `next_tick` has come, or more often: asks launchers whether they live, lets go of those
+        that do not react and of connections that do not register, and reminds of those that are missing. Returns what
+        changes for others."""
+        self._reception.tick()
+        updates: list[EngineUpdate] = []
+        for (_, number), fault in self._liveness.look():
+            launcher = self._launchers[number]
+            reason = f"it {fault}"
+            self._send(launcher, Refused(reason))
+            updates += self._lost(launcher, reason)
         now = time.monotonic()
-        if self._accept_at <= now:
-            self._accept_at = inf
-            self._watcher.watch(self._listener, (KEY, 0))
-        for launcher in list(self._strangers()):
-            if launcher.deadline <= now:
-                logger.warning("%s connected but did not register; it is let go", launcher.address)
-                self._forget(launcher)
         if self._remind_at <= now:
             self._remind_at = now + _REMIND_S
             if missing := self.missing:
@@ -176,22 +144,25 @@ class RemoteEngines:
                     missing[0],
                     self.address,
                 )
+        return updates
 
     def handle(self, event: Readable) -> list[EngineUpdate]:
         """Takes in what a launcher said; returns what it changes for others."""
         number = event.key[1]
         if number == 0:
-            self._accept()
+            self._reception.accept()
             return []
-        launcher = self._launchers.get(number)
-        return [] if launcher is None else self._receive(launcher)
+        if number in self._launchers:
+            return self._receive(self._launchers[number])
+        said_early = self._reception.hear(number)
+        return self._receive(self._launchers[number], said_early) if said_early else []
 
     def fetch_metrics(self, on_fetched: Callable[[], None]) -> None:
         """Calls `on_fetched` when the folder of metrics has what the engine cores of all launchers have counted until
         now, as far as those answer."""
         self._last_question += 1
         owed = Counter(number for question in self._questions.values() for number in question.launchers)
-        asked = {launcher.number for launcher in self._members() if owed[launcher.number] < _MAX_UNANSWERED}
+        asked = {number for number in self._launchers if owed[number] < _MAX_UNANSWERED}
         self._questions[self._last_question] = _Question(asked, on_fetched)
         for number in asked:
             self._send(self._launchers[number], MetricsWanted(self._last_question))
@@ -199,59 +170,55 @@ class RemoteEngines:
 
     def say_goodbye(self) -> None:
         """Tells the launchers that the server ends as it should."""
-        for launcher in self._members():
+        for launcher in self._launchers.values():
             self._send(launcher, HeadStopped())
 
     def close(self) -> None:
         """Lets go of all launchers, which ends them. May be called twice."""
         for launcher in list(self._launchers.values()):
             self._forget(launcher)
-        if self._listener.fileno() >= 0:
-            if self._accept_at == inf:
-                self._watcher.unwatch(self._listener)
-            self._listener.close()
+        self._reception.close()
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    def _strangers(self) -> Iterable[_Launcher]:
-        return (launcher for launcher in self._launchers.values() if launcher.ranks is None)
+    def _admit(self, connection: Connection, ranks: range) -> None:
+        """Raises RefusedError if a launcher cannot have these ranks."""
+        self._check_ranks(ranks)
+        launcher = _Launcher(connection, ranks)
+        self._launchers[connection.number] = launcher
+        for rank in ranks:
+            self._bases[rank] = self._incarnations.get(rank, -1) + 1
+        self._liveness.watch((KEY, connection.number), connection.channel)
+        self._liveness.expect_answers((KEY, connection.number))
+        self._send(launcher, Accepted(self._key_nonce))
+        logger.info("%s has joined%s", launcher.name, f"; still missing: {phrase(m)}" if (m := self.missing) else "")
 
-    def _members(self) -> Iterable[_Launcher]:
-        return (launcher for launcher in self._launchers.values() if launcher.ranks is not None)
-
-    def _accept(self) -> None:
-        try:
-            connection, where = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # it went away again
-        except OSError as error:
-            logger.warning("cannot accept a launcher: %s", error)
-            self._watcher.unwatch(self._listener)
-            self._accept_at = time.monotonic() + _RESOURCE_PAUSE_S
-            return
-        if sum(1 for _ in self._strangers()) >= _MAX_STRANGERS:
-            connection.close()
-            return
-        self._last_number += 1
-        try:
-            channel: ControlChannel[FromLauncher] = channel_over(
-                connection, FromLauncher, max_message_bytes=MAX_HANDSHAKE_BYTES, send_timeout_s=_SEND_TIMEOUT_S
+    def _check_ranks(self, ranks: range) -> None:
+        size = self._parallel.size
+        if not 0 <= ranks.start < ranks.stop <= size:
+            raise RefusedError(f"its ranks, from {ranks.start} on {len(ranks)}, are not among 0 to {size - 1}")
+        taken = self._parallel.local_ranks
+        if set(ranks) & set(taken):
+            raise RefusedError(
+                f"the head itself runs {phrase(taken)}; use --data-parallel-start-rank {taken.stop} or more, or give "
+                "the head another --data-parallel-size-local"
             )
-        except OSError:
-            connection.close()
-            return
-        address = shown(*where[:2])
-        launcher = _Launcher(self._last_number, channel, address, time.monotonic() + _HANDSHAKE_S)
-        self._launchers[launcher.number] = launcher
-        self._watcher.watch(channel, (KEY, launcher.number))
+        for other in self._launchers.values():
+            if set(ranks).intersection(other.ranks):
+                free = f"free: {phrase(missing)}" if (missing := self.missing) else "no rank is free"
+                raise RefusedError(
+                    f"{other.name} has joined already; {free}; use another --data-parallel-start-rank", may_pass=True
+                )
 
-    def _receive(self, launcher: _Launcher) -> list[EngineUpdate]:
+    def _receive(self, launcher: _Launcher, said_early: list[FromLauncher] | None = None) -> list[EngineUpdate]:
         """Whatever it says, only its own connection may end by that."""
         updates: list[EngineUpdate] = []
         try:
-            for message in launcher.channel.receive_available():
+            messages = said_early or launcher.connection.channel.receive_available()
+            self._liveness.answered((KEY, launcher.number))
+            for message in messages:
                 updates += self._take(launcher, message)
-        except _RefusedError as error:
+        except RefusedError as error:
             logger.warning("%s is refused: %s", launcher.name, error)
             self._send(launcher, Refused(str(error), error.may_pass))
             return updates + self._lost(launcher, str(error))
@@ -267,16 +234,13 @@ class RemoteEngines:
     def _lost(self, launcher: _Launcher, reason: str) -> list[EngineUpdate]:
         """The connection is over; its engine cores end, or have ended."""
         self._forget(launcher)
-        if launcher.ranks is None:
-            logger.debug("%s left without registering: %s", launcher.address, reason)
-            return []
         metric_copies.drop_gauges(self._metrics, launcher.number)
         logger.error("%s is gone: %s", launcher.name, launcher.parting or reason)
         gone = [rank for rank in launcher.ranks if rank in self._serving]
         self._serving.difference_update(gone)
         self._remind_at = time.monotonic() + _REMIND_S
         return [
-            EngineLost(rank, self._incarnations[rank], f"engine core {rank} is gone with its launcher", restarts=True)
+            EngineLost(rank, self._incarnations[rank], f"engine core {rank} is gone with its launcher", may_return=True)
             for rank in gone
         ]
 
@@ -290,31 +254,26 @@ class RemoteEngines:
                 asked.on_fetched()
 
     def _forget(self, launcher: _Launcher) -> None:
-        self._watcher.unwatch(launcher.channel)
-        launcher.channel.close()
+        self._watcher.unwatch(launcher.connection.channel)
+        launcher.connection.channel.close()
         del self._launchers[launcher.number]
+        self._liveness.forget((KEY, launcher.number))
         self._answered(launcher.number)
 
     def _send(self, launcher: _Launcher, message: FromHead) -> None:
-        try:
-            launcher.channel.send(message)
-        except ChannelClosedError:
-            logger.debug("%s is gone; its end of file follows", launcher.name)
+        send_if_open(launcher.connection.channel, message)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
     def _take(self, launcher: _Launcher, message: FromLauncher) -> list[EngineUpdate]:
-        """Raises _RefusedError if the launcher is to be turned away."""
+        """Raises RefusedError if the launcher is to be turned away."""
         match message:
-            case JoinRequest():
-                self._challenge(launcher, message)
-                return []
-            case Registration():
-                self._register(launcher, message)
-                return []
-        if launcher.ranks is None:
-            raise _RefusedError("a launcher registers before it says anything else")
-        match message:
+            case JoinRequest() | Registration():
+                raise RefusedError("a launcher joins once")
+            case Ping():
+                self._send(launcher, Pulse())
+            case Pulse():
+                pass  # that it says something is all there is to it
             case MetricFiles(files=files, answers=question):
                 metric_copies.keep(self._metrics, launcher.number, files)
                 if question:
@@ -328,56 +287,6 @@ class RemoteEngines:
                     raise ValueError(f"engine core {message.engine} is none of its own")
                 return [self._translate(message)]
         return []
-
-    def _challenge(self, launcher: _Launcher, request: JoinRequest) -> None:
-        if launcher.join_nonce is not None:
-            raise _RefusedError("a launcher asks to join once")
-        if request.version != __version__:
-            raise _RefusedError(
-                f"the head runs Tokenmill {__version__} and this launcher {legible(request.version)}; install the same"
-            )
-        launcher.join_nonce = request.nonce
-        evidence = proof(self._parallel.token, "head", request.nonce, launcher.nonce)
-        self._send(launcher, Challenge(__version__, launcher.nonce, evidence))
-
-    def _register(self, launcher: _Launcher, registration: Registration) -> None:
-        if launcher.join_nonce is None or launcher.ranks is not None:
-            raise _RefusedError("a launcher registers once, after it was challenged")
-        body = msgspec.json.encode(registration.facts)
-        ranks = registration.ranks
-        numbers = b"%d %d" % (ranks.start, ranks.stop)
-        nonces = launcher.nonce, launcher.join_nonce
-        if not is_proof(registration.proof, self._parallel.token, "launcher", *nonces, numbers, body):
-            raise _RefusedError("its --data-parallel-token is another; give all launchers the same")
-        if problem := difference(self._facts, registration.facts):
-            raise _RefusedError(problem)
-        self._check_ranks(ranks)
-        if not self._facts.engine_flags:
-            # A head without engine cores learns from the first launcher what the others must have.
-            self._facts = msgspec.structs.replace(self._facts, engine_flags=registration.facts.engine_flags)
-        launcher.ranks = ranks
-        launcher.channel.max_message_bytes = MAX_MESSAGE_BYTES
-        for rank in ranks:
-            self._bases[rank] = self._incarnations.get(rank, -1) + 1
-        self._send(launcher, Accepted(self._key_nonce))
-        logger.info("%s has joined%s", launcher.name, f"; still missing: {phrase(m)}" if (m := self.missing) else "")
-
-    def _check_ranks(self, ranks: range) -> None:
-        size = self._parallel.size
-        if not 0 <= ranks.start < ranks.stop <= size:
-            raise _RefusedError(f"its ranks, from {ranks.start} on {len(ranks)}, are not among 0 to {size - 1}")
-        taken = self._parallel.local_ranks
-        if set(ranks) & set(taken):
-            raise _RefusedError(
-                f"the head itself runs {phrase(taken)}; use --data-parallel-start-rank {taken.stop} or more, or give "
-                "the head another --data-parallel-size-local"
-            )
-        for other in self._members():
-            if set(ranks).intersection(other.ranks or ()):
-                free = f"free: {phrase(missing)}" if (missing := self.missing) else "no rank is free"
-                raise _RefusedError(
-                    f"{other.name} has joined already; {free}; use another --data-parallel-start-rank", may_pass=True
-                )
 
     def _translate(self, update: EngineUpdate) -> EngineUpdate:
         """As the head has to say it. A launcher counts the incarnations of its engine cores from 0; over all launchers
@@ -395,5 +304,5 @@ class RemoteEngines:
             self._serving.discard(rank)
             if not update.restarts:
                 changes["message"] = f"{update.message}, and its launcher does not start it again"
-            changes["restarts"] = True
+                changes["may_return"] = True
         return msgspec.structs.replace(update, incarnation=incarnation, **changes)

@@ -12,12 +12,13 @@ import msgspec
 
 from tokenmill_engine.errors import EngineDeadError, TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.control import EngineLost, MetricsWanted
+from tokenmill_engine.ipc.control import EngineLost, MetricsWanted, Ping, Pulse
 from tokenmill_engine.ipc.lifecycle import process_began
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metric_files import retire_process
 from tokenmill_server.config import Configuration, DataParallelConfig
 from tokenmill_server.data_parallel.agreement import facts_of
+from tokenmill_server.data_parallel.connection import send_if_open
 from tokenmill_server.data_parallel.joining import Head, join
 from tokenmill_server.data_parallel.messages import (
     FromHead,
@@ -39,8 +40,10 @@ from tokenmill_server.launching import (
     end_at_once,
     may_spawn_early,
     stop_signals,
+    stopped_early,
     workers_asked_for,
 )
+from tokenmill_server.liveness import Liveness
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
 from tokenmill_server.watcher import Event, Exited, Readable, Said, Signalled, Watcher
@@ -131,12 +134,16 @@ class HeadlessLauncher:
         self._metrics_due = 0.0
         self._metrics_kept = True
         """The head has taken in what was sent last."""
+        self._liveness = Liveness(gives_up=configuration.faults.engine_stall_timeout_s > 0)
+        """Of the head."""
         self._is_announced = False
         self._status: int | None = None
 
     def run(self) -> int:
         """Handles what happens until this launcher is to end; returns the exit status."""
         self._watcher.watch(self._head.channel, _KEY)
+        self._liveness.watch(_KEY, self._head.channel)
+        self._liveness.expect_answers(_KEY)
         try:
             self._engines.configure(self._configuration.engine, self._configuration.faults)
             while self._status is None:
@@ -144,6 +151,8 @@ class HeadlessLauncher:
                     self._handle(event)
                 for update in self._engines.tick():
                     self._tell(update)
+                for _, fault in self._liveness.look():
+                    raise EngineDeadError(f"the head at {self._head.address} {fault}, and its launchers end with it")
                 self._send_metrics()
             # Engine cores that are told to end take the folder with the metrics for one that nobody owns any more.
             self._send_metrics(last=True)
@@ -154,14 +163,15 @@ class HeadlessLauncher:
             raise
 
     def _time_to_wait(self) -> float:
-        at = min(self._engines.next_tick, self._metrics_due if self._metrics_kept else float("inf"))
+        metrics_due = self._metrics_due if self._metrics_kept else float("inf")
+        at = min(self._engines.next_tick, self._liveness.next_look, metrics_due)
         return max(0.0, at - time.monotonic())
 
     def _handle(self, event: Event) -> None:
         match event:
             case Signalled(number=number):
                 logger.info("%s: stopping; the head goes on without %s", number.name, phrase(self._ranks))
-                self._status = 0
+                self._status = 0 if self._is_announced else stopped_early(number)
             case Said(key=("engine", _)) | Exited(key=("engine", _)):
                 update = self._engines.handle(event)
                 if isinstance(event, Exited):
@@ -180,11 +190,14 @@ class HeadlessLauncher:
                     f"the head at {self._head.address} is gone, and its launchers end with it"
                 ) from None
             return
+        self._liveness.answered(_KEY)
         for message in messages:
             self._take(message)
 
     def _take(self, message: FromHead) -> None:
         match message:
+            case Ping():
+                self._send(Pulse())
             case MetricFilesKept():
                 self._metrics_kept = True
             case MetricsWanted(number=number):
@@ -225,7 +238,4 @@ class HeadlessLauncher:
             self._send(MetricFiles(changes))
 
     def _send(self, message: FromLauncher) -> None:
-        try:
-            self._head.channel.send(message)
-        except ChannelClosedError:
-            logger.debug("the head is gone; its end of file follows")
+        send_if_open(self._head.channel, message)

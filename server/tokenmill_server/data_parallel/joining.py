@@ -26,6 +26,7 @@ from tokenmill_server.data_parallel.messages import (
     Registration,
 )
 from tokenmill_server.data_parallel.ranks import phrase
+from tokenmill_server.liveness import SILENT_S
 from tokenmill_server.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def _try_to_join(parallel: DataParallelConfig, facts: Facts, where: str) -> Head
         raise _NotThereError(os.strerror(error.errno) if error.errno else "it does not answer") from None
     own_address = str(connection.getsockname()[0])
     try:
-        channel: ControlChannel[FromHead] = channel_over(connection, FromHead)
+        channel: ControlChannel[FromHead] = channel_over(connection, FromHead, send_timeout_s=int(SILENT_S))
     except OSError as error:
         connection.close()
         raise _NotThereError(f"it takes connections, but lets nobody join ({error})") from None

@@ -7,17 +7,18 @@
                          ◀──────────      Accepted, or Refused
     EngineUpdate, MetricFiles, Leaving ─▶
                          ◀──────────      MetricFilesKept, MetricsWanted, HeadStopped
+    Ping, Pulse         ◀──────────▶      Ping, Pulse
 
-A launcher says each of the first two once, and its `EngineReady` holds no key: the head works it out itself. The end
-of file means that the other side is gone. `JoinRequest`, `Challenge` and `Refused` keep their meaning over
-versions, so that different ones can tell each other so.
+A launcher says each of the first two once, and its `EngineReady` holds no key: the head works it out itself. The end of
+file means that the other side is gone; so does its silence, if it answers no `Ping` for long. `JoinRequest`,
+`Challenge` and `Refused` keep their meaning over versions, so that different ones can tell each other so.
 """
 
 from typing import Annotated
 
 import msgspec
 
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted
+from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted, Ping, Pulse
 from tokenmill_engine.messages import EngineReady
 
 _MAX_RANKS = 65535
@@ -117,6 +118,15 @@ class HeadStopped(msgspec.Struct, tag=True, frozen=True):
 
 
 FromLauncher = (
-    JoinRequest | Registration | EngineReady | EngineLost | EngineStalled | EngineRecovered | MetricFiles | Leaving
+    JoinRequest
+    | Registration
+    | EngineReady
+    | EngineLost
+    | EngineStalled
+    | EngineRecovered
+    | MetricFiles
+    | Leaving
+    | Ping
+    | Pulse
 )
-FromHead = Challenge | Accepted | Refused | MetricFilesKept | MetricsWanted | HeadStopped
+FromHead = Challenge | Accepted | Refused | MetricFilesKept | MetricsWanted | HeadStopped | Ping | Pulse

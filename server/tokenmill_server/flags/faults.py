@@ -5,6 +5,24 @@ import math
 from tokenmill_server.flags.flag import Flag, Group
 from tokenmill_server.flags.parsers import integer, number
 
+_MIN_STALL_TIMEOUT_S = 5
+
+
+def _stall_timeout(value: object) -> float:
+    """0, or seconds that an engine core which is well never needs for a step."""
+    wanted = (
+        f"0, or at least {_MIN_STALL_TIMEOUT_S} (engine cores are asked once a second what they get done, and one that "
+        "computes a long prompt would be killed)"
+    )
+    try:
+        seconds = float(number(0, math.inf)(value))
+    except ValueError:
+        raise ValueError(wanted) from None
+    if 0 < seconds < _MIN_STALL_TIMEOUT_S:
+        raise ValueError(wanted)
+    return seconds
+
+
 FAULTS = (
     Flag(
         "max-engine-restarts",
@@ -20,11 +38,11 @@ FAULTS = (
     Flag(
         "engine-stall-timeout",
         Group.FAULTS,
-        number(0, math.inf),
+        _stall_timeout,
         None,
         "Seconds an engine core may have work and finish no step. After that it counts as stalled and gets requests "
-        "only if all are; after twice as long it is killed. 0: nothing that hangs is looked for, as under a debugger. "
-        "Default: 60 on a GPU, 300 on the CPU",
+        "only if all are; after twice as long it is killed. At least 5, and more than the longest step; 0: nothing "
+        "that hangs is looked for, as under a debugger. Default: 60 on a GPU, 300 on the CPU",
         "faults.engine_stall_timeout_s",
         metavar="SECONDS",
         offline=False,

@@ -9,6 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.context import ServerContext, context_of
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.sse import EventBuffer
@@ -22,6 +23,7 @@ IGNORED_HEADER = "x-ignored-fields"
 """Lists the fields of the request that had no effect."""
 
 _MAX_IGNORED_CHARS = 500
+_MAX_LISTED_NUMBERS = 4
 _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 
 
@@ -102,8 +104,8 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
     fields.check_common()
     if fields.request_id is not None and not request.state.has_own_id:
         request.state.request_id = fields.request_id
-    priority = _integer_header(request, "x-vllm-priority")
-    rank = _integer_header(request, "x-data-parallel-rank")
+    priority = _integer_header(request, "X-Vllm-Priority")
+    rank = _integer_header(request, RANK_HEADER)
     call = Call(
         context=context,
         request=request,
@@ -117,12 +119,16 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
 
 
 def _integer_header(request: Request, name: str) -> int | None:
-    text = request.headers.get(name)
-    if text is None:
-        return None
-    if _INTEGER.fullmatch(text) is None:
-        raise InvalidRequestError(f"the header {name} must be an integer, got {text[:100]!r}", name)
-    return int(text)
+    """The value of a header; it may be there twice, with the same one."""
+    numbers = set()
+    for text in request.headers.getlist(name):
+        if _INTEGER.fullmatch(text) is None:
+            raise InvalidRequestError(f"the header {name} must be an integer, got {text[:100]!r}", name)
+        numbers.add(int(text))
+    if len(numbers) > 1:
+        values = ", ".join(str(number) for number in sorted(numbers)[:_MAX_LISTED_NUMBERS])
+        raise InvalidRequestError(f"the header {name} contradicts itself, got {values}; send one", name)
+    return numbers.pop() if numbers else None
 
 
 def _ignored_header(body: Json, model: type[ModelT]) -> dict[str, str]:

@@ -52,6 +52,7 @@ ENGINE_SERIES = [
     ),
 ]
 FRONTEND_SERIES = [
+    'request_success_total{engine="1",finished_reason="error",model_name="m"}',
     "admission_rejections_total",
     *(
         f"{name}_{part}"
@@ -74,10 +75,10 @@ def scrape(registry: CollectorRegistry) -> dict[str, float]:
 
 @pytest.mark.parametrize("namespaces", [("tokenmill",), ("vllm",), ("tokenmill", "vllm")])
 def test_every_series_exists_at_zero_under_every_namespace(namespaces: tuple[str, ...]) -> None:
-    registry = CollectorRegistry()
-    EngineMetrics("m", 0, 8192, namespaces, registry)
-    FrontendMetrics("m", 2, 8192, namespaces, registry)
-    values = scrape(registry)
+    engine, frontend = CollectorRegistry(), CollectorRegistry()
+    EngineMetrics("m", 0, 8192, namespaces, engine)
+    FrontendMetrics("m", 2, 8192, namespaces, frontend)
+    values = scrape(engine) | scrape(frontend)
     for namespace in ("tokenmill", "vllm"):
         for name in (*ENGINE_SERIES, *FRONTEND_SERIES):
             found = [series for series in values if series.startswith(f"{namespace}:{name}")]

@@ -10,7 +10,7 @@ import pytest
 
 from tokenmill_kernels.cpu import build
 
-TIMEOUT_S = 250
+TIMEOUT_S = 800
 
 USE_KERNELS = """
 import logging, torch

@@ -28,7 +28,7 @@ def test_without_avx512(tmp_path: Path) -> None:
         env=os.environ | {"TOKENMILL_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
         check=False,
     )
     assert result.returncode == 0, result.stdout

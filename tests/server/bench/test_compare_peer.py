@@ -108,7 +108,7 @@ def test_the_script_drives_the_peer(tmp_path: Path) -> None:
     assert answers[0] == {"ready": "vLLM 9.9"}
     assert answers[1]["output_tok_s"] == pytest.approx(60 / answers[1]["elapsed_s"])
     assert answers[1]["elapsed_s"] >= 0.01
-    assert 5.0 <= answers[2]["step_ms"] < 15.0  # 2 ms and 1 ms for each of the three
+    assert 5.0 <= answers[2]["step_ms"] < 500.0  # 2 ms and 1 ms for each of the three, and what else the machine does
     assert "noise on standard output" in log
     assert "'model': '/m', 'dtype': 'bfloat16', 'max_model_len': 512, 'more': 1" in log
 

@@ -28,17 +28,18 @@ def fetch(url: str, count: int = 1) -> list[RequestRecord]:
 def test_times_are_those_of_the_server(scripted_server: Start) -> None:
     pieces = [(0.12, text_event("a")), (0.05, text_event("b")), (0.08, text_event("c", "length")), (0, DONE)]
     server = scripted_server(lambda seen, index: Reply(pieces))
-    record = fetch(server.url)[0]
-    sent_s = server.seen[0].sent_s
-    assert record.error is None
-    assert record.text == "abc"
-    assert len(record.token_times_s) == 3
-    # Nothing is seen before it was sent; what was sent is seen at once (other work on the machine allowed for).
-    for seen_s, known_s in zip(record.token_times_s, sent_s, strict=False):
-        assert known_s - 0.002 <= seen_s <= known_s + 0.1
-    assert record.ttft_s >= 0.12
-    assert record.e2el_s >= 0.25
-    assert record.end_s == record.token_times_s[-1]
+    delays_s = []
+    for record, known in zip(fetch(server.url, count=6), server.seen, strict=True):
+        assert record.error is None
+        assert record.text == "abc"
+        assert len(record.token_times_s) == 3
+        delays_s.append([seen - sent for seen, sent in zip(record.token_times_s, known.sent_s, strict=False)])
+        assert record.ttft_s >= 0.12
+        assert record.e2el_s >= 0.25
+        assert record.end_s == record.token_times_s[-1]
+    # Nothing is seen before it was sent; what was sent is seen at once, unless the machine has other work.
+    for delays_of_piece in zip(*delays_s, strict=True):
+        assert 0.0 <= min(delays_of_piece) <= 0.1
 
 
 @pytest.mark.parametrize(

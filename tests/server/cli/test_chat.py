@@ -1,13 +1,15 @@
 import io
 import socket
 import struct
-import time
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.support.scripted_server import DONE, Reply, Script, ScriptedServer, Seen, event
+from tests.support.server import wait_for
 from tokenmill_server.cli import main as cli
 
 
@@ -101,27 +103,47 @@ def test_failures_are_one_line(start: Start, capsys: pytest.CaptureFixture[str],
     assert error.count("\n") == 1
 
 
+def wait_until_read(connection: socket.socket) -> None:
+    """Until the other end, on this machine, has taken everything that was sent, as the kernel tells."""
+    near, far = connection.getsockname()[1], connection.getpeername()[1]
+
+    def is_read() -> bool:
+        queues = {}
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, local, remote, _, queued, *_ = line.split()
+            ports = tuple(int(address.rpartition(":")[2], 16) for address in (local, remote))
+            queues[ports] = [int(size, 16) for size in queued.split(":")]
+        return queues[near, far][0] == queues[far, near][1] == 0
+
+    wait_for(is_read, 60, "reader")
+
+
 @pytest.mark.parametrize("ending", ["reset", "silence"])
 def test_connections_that_end_badly_are_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     """Before the answer begins and in the middle of it; by a reset, and by silence."""
-    monkeypatch.setattr("tokenmill_server.cli.chat._CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("tokenmill_server.cli.chat._CONNECT_TIMEOUT_S", 1.0 if ending == "silence" else 60.0)
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     for sent, message in ((b"", "no server answers"), (head, "broke in the middle of the answer")):
+        over = threading.Event()
         with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
-            def serve(listener: socket.socket = listener, sent: bytes = sent) -> None:
+            def serve(listener: socket.socket = listener, sent: bytes = sent, over: threading.Event = over) -> None:
                 connection, _ = listener.accept()
                 with connection:
                     connection.recv(65536)
                     connection.sendall(sent)
-                    time.sleep(1 if ending == "silence" else 0.1)  # a reset overtakes what nobody has read yet
+                    if ending == "silence":
+                        over.wait(60)
+                    else:
+                        wait_until_read(connection)  # or the reset overtakes it
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
             served = pool.submit(serve)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
             assert cli.main(["chat", "--url", url, "--model-name", "m", "--quick", "Hi"]) == 1
+            over.set()
             served.result()
         error = capsys.readouterr().err
         assert message in error

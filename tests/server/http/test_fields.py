@@ -280,9 +280,20 @@ def test_priority_under_its_policy() -> None:
         assert server.engines[0].added[-1].priority == 8
         for wrong in ("x", str(2**63), str(-(2**63) - 1), "1" * 5000, "1_0", ""):
             assert is_error(client.post(PATH, json=completion(), headers={"X-Vllm-Priority": wrong}), 400)
-            assert is_error(client.post(PATH, json=completion(), headers={"X-Data-Parallel-Rank": wrong}), 400)
+            assert is_error(client.post(PATH, json=completion(), headers={"X-data-parallel-rank": wrong}), 400)
         for wrong in (2**63, -(2**63) - 1):
             assert is_error(client.post(PATH, json=completion(priority=wrong)), 400, "priority")
+
+
+@pytest.mark.parametrize("name", ["X-data-parallel-rank", "X-Vllm-Priority"])
+def test_a_header_that_is_there_twice(client: httpx.Client, name: str) -> None:
+    """In whatever case; saying the same twice is no contradiction."""
+    for values in (("0", "1"), ("1", "0"), ("0", "0", "1"), ("0", "x"), ("0", ""), ("0, 1",)):
+        headers = [(name if index % 2 else name.lower(), value) for index, value in enumerate(values)]
+        response = client.post(PATH, json=completion(), headers=headers)
+        assert is_error(response, 400, name)
+        assert name in response.json()["error"]["message"]
+    assert client.post(PATH, json=completion(), headers=[(name, "0"), (name, "+00")]).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "range", "raise_exception"])

@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.api_server import MODEL_NAME, Server, run_server
 from tests.support.echo_engine import EchoEngine
+from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error
 from tokenmill_engine.ipc.control import (
     EngineBack,
@@ -30,10 +32,7 @@ KILLED = "engine core 1 was killed (SIGKILL)"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+    wait_for(condition, PATIENCE_S, "such state", poll_s=0.01)
 
 
 def tell(server: Server, message: ToApiServer) -> None:
@@ -50,7 +49,7 @@ def health(client: httpx.Client) -> tuple[int, dict[str, Any]]:
 
 
 def pinned(client: httpx.Client, rank: int, body: dict[str, Any] = SHORT) -> httpx.Response:
-    return client.post(PATH, json=body, headers={"X-Data-Parallel-Rank": str(rank)})
+    return client.post(PATH, json=body, headers={"X-data-parallel-rank": str(rank)})
 
 
 def restart(server: Server, engine: int) -> EchoEngine:
@@ -70,7 +69,7 @@ def test_one_of_two_engines_is_lost_and_comes_back() -> None:
         wait_until(lambda: all(engine.num_running == 1 for engine in server.engines))
         server.engines[1].stop()
         tell(server, EngineLost(1, 0, KILLED, restarts=True))
-        failed = open_calls[1].result(20)
+        failed = open_calls[1].result(PATIENCE_S)
         assert is_error(failed, 500, code="engine_dead")
         assert failed.json()["error"]["message"] == KILLED
         missing = {"engine": 1, "status": "restarting", "reason": KILLED}
@@ -81,7 +80,7 @@ def test_one_of_two_engines_is_lost_and_comes_back() -> None:
         served = len(server.engines[0].added)
         assert [client.post(PATH, json=SHORT).status_code for _ in range(6)] == [200] * 6
         assert len(server.engines[0].added) == served + 6
-        assert open_calls[0].result(30).json()["choices"][0]["finish_reason"] == "length"
+        assert open_calls[0].result(PATIENCE_S).json()["choices"][0]["finish_reason"] == "length"
 
         again = restart(server, 1)
         tell(server, EngineBack(again.ready()))
@@ -89,6 +88,31 @@ def test_one_of_two_engines_is_lost_and_comes_back() -> None:
         assert pinned(client, 1).status_code == 200
         assert [client.post(PATH, json=SHORT).status_code for _ in range(6)] == [200] * 6
         assert len(again.added) >= 3
+
+
+@pytest.mark.parametrize("launcher_may_come", [False, True])
+def test_an_engine_that_nobody_starts_again_is_not_worth_another_attempt(launcher_may_come: bool) -> None:
+    """Until it is there all the same; what was said of its predecessor does not count any more."""
+    status = "missing" if launcher_may_come else "dead"
+    with run_server(2) as server, server.client() as client:
+        server.engines[1].stop()
+        tell(server, EngineLost(1, 0, KILLED, may_return=launcher_may_come))
+        fault = {"engine": 1, "status": status, "reason": KILLED}
+        wait_until(lambda: health(client) == (200, {"status": "ok", "engines": [fault]}))
+        refused = pinned(client, 1)
+        assert is_error(refused, 503, code="engine_unavailable")
+        assert "retry-after" not in refused.headers
+        assert refused.headers["x-should-retry"] == "false"
+        assert client.post(PATH, json=SHORT).status_code == 200
+
+        tell(server, EngineBack(restart(server, 1).ready()))
+        wait_until(lambda: health(client) == (200, {"status": "ok"}))
+        assert pinned(client, 1).status_code == 200
+        server.engines[1].stop()
+        tell(server, EngineLost(1, 1, KILLED, restarts=True))
+        wait_until(lambda: health(client)[1].get("engines") == [fault | {"status": "restarting"}])
+        assert pinned(client, 1).headers["retry-after"] == "1"
+        server.engines[1].start()
 
 
 def test_an_engine_that_is_lost_while_nobody_is_connected_to_its_successor_yet() -> None:
@@ -147,7 +171,7 @@ def test_an_api_server_that_starts_while_an_engine_is_lost() -> None:
 def test_stalled_engines() -> None:
     """One gets no requests; if all are, they get them, and /health says no."""
     with run_server(2) as server, server.client() as client:
-        tell(server, EngineStalled(0, 0, time.time() - 61))
+        tell(server, EngineStalled(0, 0, time.time() - 6100))
         wait_until(lambda: "engines" in health(client)[1])
         status, body = health(client)
         assert (status, body["status"]) == (200, "ok")
@@ -158,7 +182,7 @@ def test_stalled_engines() -> None:
         assert len(server.engines[0].added) == 0
         assert pinned(client, 0).status_code == 200
 
-        tell(server, EngineStalled(1, 0, time.time() - 61))
+        tell(server, EngineStalled(1, 0, time.time() - 6100))
         wait_until(lambda: health(client)[0] == 503)
         assert health(client)[1]["status"] == "stalled"
         assert health(client)[1]["reason"] == "no engine core gets its work done"

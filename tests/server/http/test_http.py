@@ -131,7 +131,7 @@ def test_malformed_tokenize_requests(client: httpx.Client, path: str, body: dict
 
 def answer_to(server: Server, request: bytes) -> bytes:
     """Everything until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(request)
         answer = b""

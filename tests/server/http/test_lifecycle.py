@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
 from tests.support.echo_engine import POISON
+from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error, post_stream
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import Drain, Drained, EngineLost, EnginesReady, FromApiServer, StartFailed
@@ -31,11 +32,8 @@ LONG = {"model": MODEL_NAME, "prompt": "one two three", "max_tokens": 8000, "tem
 SHORT = LONG | {"max_tokens": 3}
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    wait_for(condition, timeout_s, "such state", poll_s=0.01)
 
 
 def raw_request(body: dict[str, Any]) -> bytes:
@@ -84,7 +82,7 @@ def test_death_of_the_engine_answers_everyone_at_once() -> None:
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert rest[-1] == "data: [DONE]"
         for future in waiting:
-            assert is_error(future.result(timeout=5), 500, code="engine_dead")
+            assert is_error(future.result(PATIENCE_S), 500, code="engine_dead")
         with server.client() as client:
             health = client.get("/health")
             assert (health.status_code, health.json()["reason"]) == (503, "engine core 0 was killed")
@@ -95,17 +93,19 @@ def test_drain_finishes_what_is_open_and_takes_nothing_new() -> None:
     with run_server(engine_options={"step_s": 0.01}) as server, server.client() as client:
         body = LONG | {"max_tokens": 60}
         with open_stream(server, body) as lines:
-            server.children[0].channel.send(Drain(20.0))
+            server.engines[0].paused.set()
+            server.children[0].channel.send(Drain(PATIENCE_S))
             wait_until(lambda: client.get("/health").status_code == 503)
             refused = client.post(PATH, json=SHORT)
             assert is_error(refused, 503, code="server_shutting_down")
             assert refused.headers["retry-after"] == "1"
             assert client.get("/health").json()["status"] == "draining"
+            server.engines[0].paused.clear()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert len(rest) == 60
         assert server.children[0].channel.receive() == Drained(num_cut_off=0)
-        assert server.children[0].process.wait(10) == 0
+        assert server.children[0].process.wait(PATIENCE_S) == 0
 
 
 def test_drain_ends_in_time() -> None:
@@ -115,29 +115,29 @@ def test_drain_ends_in_time() -> None:
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_shutting_down"
         assert rest[-1] == "data: [DONE]"
         assert server.children[0].channel.receive() == Drained(num_cut_off=1)
-        assert server.children[0].process.wait(10) == 0
+        assert server.children[0].process.wait(PATIENCE_S) == 0
 
 
 def test_a_drain_that_is_cut_short_still_tells_clients() -> None:
     with run_server(engine_options={"step_s": 0.01}) as server, open_stream(server, LONG) as lines:
-        server.children[0].channel.send(Drain(60.0))
+        server.children[0].channel.send(Drain(600.0))
         server.children[0].channel.send(Drain(0.0))
         rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_shutting_down"
         assert rest[-1] == "data: [DONE]"
         assert server.children[0].channel.receive() == Drained(num_cut_off=1)
-        assert server.children[0].process.wait(10) == 0
+        assert server.children[0].process.wait(PATIENCE_S) == 0
 
 
 def test_death_of_the_engine_during_a_drain() -> None:
     with run_server(engine_options={"step_s": 0.01}) as server, open_stream(server, LONG) as lines:
-        server.children[0].channel.send(Drain(60.0))
+        server.children[0].channel.send(Drain(600.0))
         server.children[0].channel.send(EngineLost(0, 0, "engine core 0 was killed"))
         rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert rest[-1] == "data: [DONE]"
         assert isinstance(server.children[0].channel.receive(), Drained)
-        assert server.children[0].process.wait(10) == 0
+        assert server.children[0].process.wait(PATIENCE_S) == 0
 
 
 def test_death_of_an_engine_that_nobody_is_connected_to_yet() -> None:
@@ -180,7 +180,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream(server: Server) -> None:
     with open_stream(server, LONG | {"n": 4}) as lines:
         for _ in range(20):
             next(lines)
-    wait_until(lambda: engine.num_running == 0)
+    wait_until(lambda: engine.num_running == 0, 30)  # computing on would take longer
     engine.step_s = 0.0
 
 
@@ -202,15 +202,21 @@ def test_two_api_servers_and_two_engines() -> None:
             with server.client() as client:
                 return client.post(PATH, json=LONG | {"max_tokens": 64}, headers={"X-Request-Id": "dup"})
 
+        def api_servers() -> set[int]:
+            return {request.request_id >> 48 for engine in server.engines for request in engine.added}
+
         responses = list(pool.map(post, range(24)))
+        deadline = time.monotonic() + PATIENCE_S
+        while api_servers() != {0, 1}:
+            assert time.monotonic() < deadline, "an API server gets no connections"
+            responses.append(post(len(responses)))
         assert {response.json()["choices"][0]["text"] for response in responses} == {
             ("one two three" * 22)[: len("one two three" * 21 + "one")]
         }
         assert all(response.headers["x-request-id"] == "dup" for response in responses)
         added = [request.request_id for engine in server.engines for request in engine.added]
-        assert len(set(added)) == 24
-        assert {request_id >> 48 for request_id in added} == {0, 1}
-        assert all(len(engine.added) >= 8 for engine in server.engines)
+        assert len(set(added)) == len(responses)
+        assert all(len(engine.added) >= 5 for engine in server.engines)
         with server.client() as client:
             pinned = client.post(PATH, json=SHORT, headers={"X-data-parallel-rank": "1"})
             assert pinned.status_code == 200
@@ -221,7 +227,7 @@ def test_two_api_servers_and_two_engines() -> None:
             for line in metrics.splitlines()
             if line.startswith("tokenmill:e2e_request_latency_seconds_count")
         ]
-        assert sum(counts) == 25
+        assert sum(counts) == len(responses) + 1
         assert "pid=" not in metrics
 
 
@@ -241,7 +247,8 @@ def test_connections_are_spread_over_the_servers() -> None:
             ]
 
         wait_until(lambda: sum(open_connections()) == 60)
-        assert all(25 <= count <= 35 for count in open_connections())
+        # Who does not take its own for milliseconds, for want of a processor, leaves some to the other.
+        assert all(20 <= count <= 40 for count in open_connections())
 
 
 def test_no_torch_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +266,7 @@ def test_no_torch_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         process = psutil.Process(server.children[0].process.pid)
         assert process.memory_info().rss < 150e6
         server.children[0].channel.send(Drain(1.0))
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
     modules = set(modules_file.read_text().split())
     assert "tokenizers" in modules
     assert not modules & {"torch", "transformers", "triton", "safetensors"}
@@ -269,9 +276,25 @@ def test_a_server_whose_launcher_is_gone_cleans_up_and_ends() -> None:
     with run_server() as server:
         process = server.children[0].process
         server.children[0].channel._socket.shutdown(socket.SHUT_RDWR)
-        assert process.wait(5) == 1
+        assert process.wait(PATIENCE_S) == 1
         assert not os.path.exists(server.run_dir)
         os.mkdir(server.run_dir)
+
+
+def test_a_question_to_a_launcher_that_is_gone_ends_the_server_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Somebody asks for metrics of other machines before the end of the launcher's channel was read."""
+    with run_server(2) as server, server.client() as client:
+        child = server.children[0]
+        with socket.socket(fileno=os.dup(child.channel.fileno())) as channel:
+            channel.shutdown(socket.SHUT_RD)  # as far as the server can send; what it reads has not ended
+            with pytest.raises(httpx.TransportError):
+                client.get("/metrics")
+            assert child.process.wait(PATIENCE_S) == 1
+        assert not Path(server.run_dir).exists()
+        os.mkdir(server.run_dir)  # for whoever removes it
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_server_whose_folder_vanished_has_no_metrics_but_goes_on() -> None:
@@ -297,7 +320,7 @@ def test_a_start_without_its_folder_says_so_in_one_line(
         message = child.channel.receive()
         assert isinstance(message, StartFailed)
         assert message.message == f"API server 0 cannot start: the folder {run_dir} was removed"
-        assert child.process.wait(10) == 1
+        assert child.process.wait(PATIENCE_S) == 1
         child.channel.close()
     assert "Traceback" not in capfd.readouterr().err
 
@@ -313,7 +336,7 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
         message = child.channel.receive()
         assert isinstance(message, StartFailed)
         assert "no tokenizer.json" in message.message
-        assert child.process.wait(10) == 1
+        assert child.process.wait(PATIENCE_S) == 1
         child.channel.close()
 
 
@@ -328,7 +351,7 @@ def test_a_slow_reader_does_not_slow_the_others(server: Server) -> None:
         wait_until(lambda: server.engines[0].num_running == 8)
         with server.client() as client:
             assert client.post(PATH, json=SHORT).status_code == 200
-        wait_until(lambda: server.engines[0].num_running == 0)
+        wait_until(lambda: server.engines[0].num_running == 0, 4 * PATIENCE_S)
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
             received += connection.recv(1 << 20)

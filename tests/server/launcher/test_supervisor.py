@@ -174,7 +174,7 @@ def test_only_a_first_start_that_fails_is_an_error(clock: Clock) -> None:
     assert (lost.message, lost.restarts) == ("the model is not there any more", True)
     clock.now += 1
     machine.engines.tick()
-    assert machine.die().message.endswith("while it was starting")
+    assert machine.die().message.startswith("engine core 0 was killed (SIGKILL) while it was starting; ")
 
 
 def test_one_that_cannot_go_on_says_why_itself(clock: Clock) -> None:
@@ -224,6 +224,17 @@ def test_one_that_is_stalled_is_lost_when_it_is_killed(clock: Clock) -> None:
     assert machine.exit() is None
     assert machine.wait(100) == []
     assert len(clock.starts) == 1
+
+
+def test_a_start_may_take_as_long_as_it_needs(clock: Clock) -> None:
+    """The first one and every other: nothing that is done before an engine core is ready is a step."""
+    machine = Machine(clock, 1, stall_timeout_s=5)
+    assert machine.wait(1000) == []
+    machine.become_ready(0)
+    machine.die()
+    assert machine.wait(1000) == []
+    machine.become_ready(1)
+    assert [type(update) for update in machine.wait(8)] == [EngineStalled]
 
 
 def test_nothing_is_restarted_that_ends_after_the_end_has_begun(clock: Clock) -> None:

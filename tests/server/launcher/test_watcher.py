@@ -36,7 +36,7 @@ def echo() -> None:
         if text == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send(Line("deaf"))
-            time.sleep(60)
+            time.sleep(600)
 
 
 if __name__ == "__main__":
@@ -58,7 +58,7 @@ def child(watcher: Watcher) -> Iterator[ChildProcess[Line]]:
     stop_children([child])
 
 
-def collect(watcher: Watcher, count: int, timeout_s: float = 10) -> list[Event]:
+def collect(watcher: Watcher, count: int, timeout_s: float = 60) -> list[Event]:
     events: list[Event] = []
     deadline = time.monotonic() + timeout_s
     while len(events) < count and time.monotonic() < deadline:
@@ -147,7 +147,7 @@ def test_an_event_loop_can_watch_it(watcher: Watcher, child: ChildProcess[Line])
 
     assert select.select([watcher.fileno()], [], [], 0.05)[0] == []
     child.channel.send(Line("a"))
-    assert select.select([watcher.fileno()], [], [], 10)[0] == [watcher.fileno()]
+    assert select.select([watcher.fileno()], [], [], 60)[0] == [watcher.fileno()]
 
 
 @pytest.mark.parametrize(

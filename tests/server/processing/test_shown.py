@@ -12,6 +12,6 @@ def test_small_values_are_shown_as_they_are(value: object) -> None:
 
 @pytest.mark.parametrize("value", ["x" * 10**7, [[0] * 10**6] * 9, {"k" * 10**6: "v" * 10**6}, 10**4000])
 def test_large_values_are_short_and_cheap(value: object) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     assert len(shown(value)) <= 203
-    assert time.perf_counter() - started < 0.1
+    assert time.thread_time() - started < 0.1

@@ -1,0 +1,26 @@
+"""Processes of others, which may end and be reaped at any moment."""
+
+from collections.abc import Sequence
+
+import psutil
+
+from tests.support.server import PATIENCE_S, wait_for
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no more; one that is not our child may stay a zombie until its new parent reaps it. So does one
+    whose main thread alone has ended: as long as there are others, nothing is closed."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for_end(process: psutil.Process, timeout_s: float = 60.0) -> None:
+    """Until it runs no more."""
+    wait_for(lambda: has_ended(process), timeout_s, f"end of {process}")
+
+
+def wait_for_ends(processes: Sequence[psutil.Process]) -> None:
+    """Until none of them runs any more."""
+    wait_for(lambda: all(map(has_ended, processes)), PATIENCE_S, f"end of {processes}")
