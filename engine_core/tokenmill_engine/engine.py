@@ -39,6 +39,7 @@ from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.packing import pack_outcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
 from tokenmill_engine.scheduler.stats import IntervalStats
+from tokenmill_engine.scheduler.turns import steps_under_way
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class Executor(Protocol):
 
 
 class EngineCore:
-    """Scheduler and executor in a pipeline: with asynchronous scheduling, step n + 1 is prepared while n runs.
+    """Scheduler and executor in a pipeline: with asynchronous scheduling, step n + 1 is prepared while n runs. Where
+    the model is in stages, one step is in each of them.
 
     `capacity` is what the executor's worker offers, `engine` the number that API servers know it by. `began` is when
     the start did, of the monotonic clock; None if nobody is to be told how long it takes.
@@ -79,12 +81,14 @@ class EngineCore:
             vocab_size=config.model.architecture.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
         )
-        self._budget = make_budget(config.scheduler, capacity.prefill_costs)
+        num_stages = config.parallel.pipeline_parallel_size
+        self._depth = steps_under_way(num_stages, config.scheduler.async_scheduling)
+        steps_per_token = self._depth if num_stages > 1 else 1
+        self._budget = make_budget(config.scheduler, capacity.prefill_costs, steps_per_token)
         self.scheduler = Scheduler(
-            config.scheduler, self._budget, kv, self._limits.max_model_len, config.model.eos_token_ids
+            config.scheduler, self._budget, kv, self._limits.max_model_len, config.model.eos_token_ids, num_stages
         )
         self._seeds = random.Random(f"{config.model.seed}/{config.rank_of(engine)}")
-        self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._outbox: list[Output] = []
         self._reporter = Reporter(engine, kv.pool, journal, counts_requests=self._is_balanced)

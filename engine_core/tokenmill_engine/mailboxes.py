@@ -44,6 +44,7 @@ class Inbox:
         self._decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
         self._messages: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
         self._stopped = False
+        self._error: Exception | None = None
 
     def start(self) -> None:
         threading.Thread(target=die_with, args=(self._receive,), name="inbox", daemon=True).start()
@@ -51,6 +52,11 @@ class Inbox:
     def stop(self) -> None:
         """Make `drain` return False. Safe in a signal handler."""
         self._stopped = True
+        self._messages.put(None)
+
+    def fail(self, error: Exception) -> None:
+        """Make `drain` raise this. Safe in any thread."""
+        self._error = error
         self._messages.put(None)
 
     def put(self, message: ClientMessage) -> None:
@@ -64,11 +70,13 @@ class Inbox:
 
     def drain(self, handle: Callable[[ClientMessage], None], wait: bool, timeout_s: float | None) -> bool:
         """Handle what has arrived, in order, for a few milliseconds at most; if nothing has and `wait`, what arrives
-        first within `timeout_s` seconds (None: ever). False: stop."""
+        first within `timeout_s` seconds (None: ever). False: stop. Raises what `fail` was given."""
         try:
             message = self._messages.get(block=wait, timeout=timeout_s)
             deadline = time.monotonic() + _HANDLE_S
             while not self._stopped:
+                if self._error is not None:
+                    raise self._error
                 if message is not None:
                     handle(message)
                 if time.monotonic() >= deadline:

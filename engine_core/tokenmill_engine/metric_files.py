@@ -24,12 +24,14 @@ _FILE = re.compile(r"(counter|gauge_mostrecent|histogram)_(\d+)\.db")
 _USED = struct.Struct("=i")
 """What a file begins with: how many of its bytes are in use, these included."""
 _TITLE = "tokenmill: "
+_WORKER_TITLE = f"{_TITLE}worker "
 _ATTEMPTS = 5
 
 
-def render_metrics(directory: str, launcher: int | None = None) -> bytes:
+def render_metrics(directory: str, launcher: int | None = None, *, has_workers: bool = False) -> bytes:
     """The text exposition (`CONTENT_TYPE`) of every process, living and dead, that writes to `directory`; with the
-    process id of their `launcher` also of the living processes themselves.
+    process id of their `launcher` also of the living processes themselves. `has_workers`: of those, which write
+    nothing, too.
 
     Raises:
         FileNotFoundError: the directory is gone.
@@ -37,7 +39,7 @@ def render_metrics(directory: str, launcher: int | None = None) -> bytes:
     registry = CollectorRegistry()
     registry.register(_MergedFiles(directory))
     if launcher is not None:
-        registry.register(ProcessCollector(lambda: _living(directory, launcher)))
+        registry.register(ProcessCollector(lambda: _living(directory, launcher, has_workers)))
         PlatformCollector(registry)
     for _ in range(_ATTEMPTS - 1):
         # A file that is listed is gone when it is read if its process is retired in between.
@@ -121,8 +123,8 @@ class ProcessCollector(Collector):
         return [*gauges.values(), cpu]
 
 
-def _living(directory: str, launcher: int) -> Iterator[ProcessFacts]:
-    """The launcher and those of its children that have metric files and have said what they are."""
+def _living(directory: str, launcher: int, has_workers: bool) -> Iterator[ProcessFacts]:
+    """The launcher, those of its children that have metric files and have said what they are, and workers."""
     matches = [_FILE.fullmatch(name) for name in os.listdir(directory)]
     for pid in {launcher, *(int(match[2]) for match in matches if match)}:
         with contextlib.suppress(psutil.Error):
@@ -131,6 +133,18 @@ def _living(directory: str, launcher: int) -> Iterator[ProcessFacts]:
                 title = " ".join(process.cmdline()).strip()
                 # The number of a dead process may belong to a stranger by now.
                 if title.startswith(_TITLE) and launcher in (pid, process.ppid()):
+                    yield _facts(process, title.removeprefix(_TITLE))
+    if has_workers:
+        yield from _workers(launcher)
+
+
+def _workers(launcher: int) -> Iterator[ProcessFacts]:
+    """Found by their titles among the processes of this machine, whose number is what it costs."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.Error), process.oneshot():
+                title = " ".join(process.cmdline()).strip()
+                if title.startswith(_WORKER_TITLE):
                     yield _facts(process, title.removeprefix(_TITLE))
 
 

@@ -43,6 +43,15 @@ class BlockAppend:
 
 
 @dataclass(slots=True, frozen=True)
+class SampledTokens:
+    """`token_ids[i]` is the token at `positions[i]` of the request in slot `slots[i]`; all int32 [num_tokens]."""
+
+    slots: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+
+
+@dataclass(slots=True, frozen=True)
 class StepPlan:
     """One step: rows are the scheduled requests, those that decode exactly one token first.
 
@@ -63,6 +72,8 @@ class StepPlan:
     starts: list[SlotStart] = field(default_factory=list)
     """Applied before anything else in the step. A slot may be started again without notice of its end."""
     appends: list[BlockAppend] = field(default_factory=list)
+    sampled: SampledTokens | None = None
+    """Of earlier steps, for a worker that does not sample; written before anything else, starts too."""
 
     @property
     def num_reqs(self) -> int:
@@ -100,7 +111,7 @@ class StepResult:
     """row -> why this request alone failed (for example logits that are not numbers)."""
     elapsed_s: float = 0.0
     """Seconds of the step: on a GPU from when its enqueueing began, or the step before ended if that was later, to its
-    end; 0 if it was not measured."""
+    end; of a model in stages, in the slowest one. 0 if it was not measured."""
 
 
 class StepHandle(Protocol):
@@ -124,6 +135,7 @@ class KVCapacity:
     max_model_len: int
     """Longest request (prompt + output) that the pool holds with nothing else in it; at most the configured one."""
     kv_cache_bytes: int
+    """Of one worker, as are the heads in `groups`."""
     groups: tuple[KVGroup, ...]
     attention_backend: str
     phases: dict[str, float]

@@ -5,6 +5,7 @@ ever makes the loop wait. The launcher decides when the process ends: SIGTERM me
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -17,9 +18,9 @@ from typing import NoReturn
 import zmq
 
 from tokenmill_engine.engine import EngineCore
-from tokenmill_engine.errors import TokenmillError, describe_os_error
+from tokenmill_engine.errors import EngineDeadError, TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.control import EngineControl, EngineStart, FromEngine, StartFailed
+from tokenmill_engine.ipc.control import EngineControl, EngineFailed, EngineStart, FromEngine, StartFailed
 from tokenmill_engine.ipc.heartbeat import Heartbeat
 from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, exit_orphaned, exit_terminated, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
@@ -52,7 +53,7 @@ class EngineProcess:
             on_missed=lambda client, incarnation: self.inbox.put(ReportsMissed(client, incarnation)),
             secret_key=start.bind.key,
         )
-        executor, capacity = preparation.start_executor(start.config)
+        executor, capacity = preparation.start_executor(start, on_lost=self.inbox.fail)
         capacity = dataclasses.replace(capacity, phases=phases | capacity.phases)
         self._core = EngineCore(start.config, executor, capacity, start.engine, start.began)
         self._heartbeat = heartbeat
@@ -73,7 +74,7 @@ class EngineProcess:
         """Serve until `inbox.stop`.
 
         Raises:
-            EngineDeadError: the device is lost.
+            EngineDeadError: the device, or a worker, is lost.
         """
         self.inbox.start()
         self._outbox.start()
@@ -98,12 +99,13 @@ def main() -> NoReturn:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--workers", type=int, default=0, help="processes that compute; 0: this one")
     args = parser.parse_args()
     channel: ControlChannel[EngineControl] = ControlChannel.from_fd(args.control_fd, EngineControl)
     # Until there are API servers nobody else removes the run directory of a launcher that is killed.
     signal.signal(signal.SIGTERM, lambda _number, _frame: exit_terminated(channel, args.run_dir))
     become_child("engine core", args.parent_pid, signal.SIGTERM, args.run_dir)
-    preparation = Preparation(may_use_gpu=args.device != "cpu")
+    preparation = Preparation(may_use_gpu=args.device != "cpu", num_workers=args.workers)
     try:
         start = channel.receive()
     except ChannelClosedError:
@@ -141,10 +143,20 @@ def main() -> NoReturn:
     try:
         process.run()
     except Exception as error:
-        logger.exception("%s failed", name)
-        logger.critical("%s is lost: %s", name, error)
-        exit_at_once(1)
+        _fail(channel, name, error)
     exit_at_once(0)
+
+
+def _fail(channel: ControlChannel[EngineControl], name: str, error: Exception) -> NoReturn:
+    """The end of an engine core that cannot go on. What a worker process did needs no traceback of ours."""
+    is_elsewhere = isinstance(error, EngineDeadError) and error.__cause__ is None
+    if not is_elsewhere:
+        logger.exception("%s failed", name, exc_info=error)
+    logger.critical("%s is lost: %s", name, error)
+    if isinstance(error, EngineDeadError):
+        with contextlib.suppress(ChannelClosedError):
+            channel.send(EngineFailed(" ".join(f"{name} is lost: {error.message}".split())))
+    exit_at_once(1)
 
 
 def _tell_launcher(channel: ControlChannel[EngineControl], start: EngineStart, message: FromEngine) -> None:

@@ -273,7 +273,10 @@ def _fingerprint(start: ApiServerStart) -> str:
     """Changes with whatever changes answers to the same request."""
     model = start.engine.model
     facts = f"{model.name} {model.path} {model.dtype} {start.server.chat_template}"
-    return f"tokenmill-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+    parallel = start.engine.parallel  # another order of additions
+    sizes = {"tp": parallel.tensor_parallel_size, "pp": parallel.pipeline_parallel_size}
+    workers = "".join(f"-{name}{size}" for name, size in sizes.items() if size > 1)
+    return f"tokenmill-{__version__}{workers}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 if __name__ == "__main__":

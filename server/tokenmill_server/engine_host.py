@@ -109,7 +109,13 @@ class EngineHost:
                 ready = self._watch(watcher, engines, table)
                 # Metric files are a server's affair, and ours would mix with those of the program around us.
                 environment = {key: text for key, text in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"}
-                engines.spawn(self._config.data_parallel_size, self._config.device.kind, environment)
+                parallel = self._config.parallel
+                engines.spawn(
+                    self._config.data_parallel_size,
+                    self._config.device.kind,
+                    environment,
+                    num_workers=parallel.world_size if parallel.executor == "mp" else 0,
+                )
                 engines.configure(self._config)
                 await self._until(ready, self._stop)
                 await self._generate_until_stopped(table.ready, self._stop)

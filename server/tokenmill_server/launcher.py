@@ -10,7 +10,6 @@ child outlives `serve`.
 
 import contextlib
 import logging
-import os
 import signal
 import socket
 import time
@@ -41,7 +40,15 @@ from tokenmill_server.engine_news import log_engine
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
-from tokenmill_server.launching import child_environment, end_at_once, log_early_stop, stop_signals, stopped_early
+from tokenmill_server.launching import (
+    child_environment,
+    end_at_once,
+    log_early_stop,
+    may_spawn_early,
+    stop_signals,
+    stopped_early,
+    workers_asked_for,
+)
 from tokenmill_server.listen import bind, release, url_of
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
@@ -88,12 +95,11 @@ def serve(values: FlagValues, parallel: DataParallelConfig) -> int:
         stack.callback(engines.stop)
         environment = child_environment(run_dir)
         tell_what_has_no_effect(values, parallel)
-        num_engines = parallel.size_local
-        # Engine cores import for seconds: they may begin while the configuration is checked. Not if there are more of
-        # them than cores, which one mistyped digit is enough for.
-        spawned = num_engines <= len(os.sched_getaffinity(0))
+        num_engines, num_workers = parallel.size_local, workers_asked_for(values)
+        # What imports for seconds may begin while the configuration is checked.
+        spawned = may_spawn_early(num_engines, num_workers)
         if spawned:
-            engines.spawn(num_engines, values["device"], environment)
+            engines.spawn(num_engines, values["device"], environment, num_workers=num_workers)
         with signals.handled_by(lambda number: end_at_once(number, engines, run_dir)):
             # Takes a while to import as well.
             from tokenmill_server.flags.build import build_configuration
@@ -102,7 +108,7 @@ def serve(values: FlagValues, parallel: DataParallelConfig) -> int:
         listener = bind(configuration.server)
         stack.callback(release, listener)
         if not spawned:
-            engines.spawn(num_engines, values["device"], environment)
+            engines.spawn(num_engines, values["device"], environment, num_workers=num_workers)
         remote = None
         if parallel.is_head:
             facts = facts_of(configuration.engine, parallel)

@@ -5,6 +5,7 @@ import os
 import signal
 from typing import NoReturn
 
+from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
 
@@ -36,6 +37,18 @@ def stopped_early(number: signal.Signals) -> int:
 def child_environment(run_dir: RunDir) -> dict[str, str]:
     """Of the processes that a launcher starts: ours, and where their metrics go."""
     return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(run_dir.metrics)}
+
+
+def workers_asked_for(values: FlagValues) -> int:
+    """Worker processes that each engine core is going to have, as far as flags alone tell; 0: it computes itself."""
+    size: int = values["tensor_parallel_size"] * values["pipeline_parallel_size"]
+    return size if size > 1 or values["distributed_executor_backend"] == "mp" else 0
+
+
+def may_spawn_early(num_engines: int, num_workers: int) -> bool:
+    """Whether processes may begin to import before the configuration is checked. Not if there are more of them than
+    cores, which one mistyped digit is enough for."""
+    return num_engines * max(1, num_workers) <= len(os.sched_getaffinity(0))
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -17,6 +17,7 @@ from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import (
+    EngineFailed,
     EngineLost,
     EngineRecovered,
     EngineStalled,
@@ -51,7 +52,7 @@ class _Rank:
     child: ChildProcess[FromEngine] | None = None
     ready_since: float | None = None
     failure: str | None = None
-    """Why this incarnation could not start, in its own words."""
+    """Why this incarnation could not start, or go on, in its own words."""
     is_lost: bool = False
     """This incarnation was killed because it hung, and has been told of; its process may take long to end."""
     num_deaths: int = 0
@@ -79,20 +80,31 @@ class EngineSupervisor:
         self._began = began
         self._bind = bind or (lambda rank, incarnation: local_endpoints(run_dir, rank, incarnation))
         self._device = "auto"
+        self._num_workers = 0
         self._ranks: dict[int, _Rank] = {}
         self._config: EngineConfig | None = None
         self._max_restarts = 0
         self._liveness = Liveness()
         self._stalls = StallDetector(0.0)
 
-    def spawn(self, num_engines: int, device: str, environment: Mapping[str, str], first_rank: int = 0) -> None:
+    def spawn(
+        self,
+        num_engines: int,
+        device: str,
+        environment: Mapping[str, str],
+        *,
+        first_rank: int = 0,
+        num_workers: int = 0,
+    ) -> None:
         """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured.
-        `device` is what the user asked for: auto, cpu or cuda.
+        `device` is what the user asked for: auto, cpu or cuda. `num_workers`: processes that each of them starts at
+        once to compute; 0: it computes itself, or knows only when it is configured that it does not.
 
         Raises:
             StartupError: the machine does not let us start so many.
         """
         self._device = device
+        self._num_workers = num_workers
         for index in range(num_engines):
             rank = _Rank(first_rank + index, _engine_environment(environment, device, num_engines, index))
             self._ranks[rank.number] = rank
@@ -138,6 +150,8 @@ class EngineSupervisor:
             case Said(message=StartFailed(message=message)):
                 if rank.incarnation == 0:
                     raise StartupError(message)
+                rank.failure = message
+            case Said(message=EngineFailed(message=message)):
                 rank.failure = message
             case Exited(returncode=returncode):
                 return self._ended(rank, returncode)
@@ -212,7 +226,7 @@ class EngineSupervisor:
         child: ChildProcess[FromEngine] = spawn_child(
             _ENGINE_MODULE,
             FromEngine,
-            args=["--run-dir", self._run_dir, "--device", self._device],
+            args=["--run-dir", self._run_dir, "--device", self._device, "--workers", str(self._num_workers)],
             env=rank.environment,
         )
         watch_child(self._watcher, ("engine", rank.number), child)

@@ -26,6 +26,16 @@ def tiny_server(tiny_model: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def split_server(tiny_model: Path) -> Iterator[Server]:
+    """Two API servers before two engine cores with two workers each. Tests may kill whatever comes back by itself, and
+    wait until it has."""
+    flags = ("-dp", "2", "-tp", "2", "--api-server-count", "2", "--max-engine-restarts", "50")
+    with start_server(str(tiny_model), *TINY_FLAGS, *flags, wait=False) as server:
+        server.wait_until_ready(timeout_s=180)
+        yield server
+
+
+@pytest.fixture(scope="session")
 def smollm_server() -> Iterator[Server]:
     """The embedded model in float32, whose greedy answers are known; two API servers."""
     flags = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "512M", "--api-server-count", "2")

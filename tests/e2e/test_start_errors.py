@@ -141,7 +141,8 @@ def test_no_gpu(model: Path) -> None:
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "use at most --max-num-seqs 32"),
         (["--load-format", "gguf"], "use --load-format safetensors or auto"),
         (["--max-modle-len", "32"], "did you mean --max-model-len?"),
-        (["-tp", "2"], "--tensor-parallel-size 2 is not supported yet"),
+        (["-tp", "3"], "--tensor-parallel-size 3 does not fit LlamaForCausalLM with 4 attention heads"),
+        (["-pp", "4"], "--pipeline-parallel-size 4 is more than the 3 layers of the model"),
     ],
 )
 def test_flags_that_contradict_the_model_or_each_other(model: Path, arguments: list[str], message: str) -> None:

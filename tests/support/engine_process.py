@@ -190,13 +190,17 @@ def started_engine(config: EngineConfig, **variables: str) -> Iterator[tuple[Chi
     metrics = Path(run_dir) / "metrics"
     metrics.mkdir()
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics), **variables}
+    num_workers = config.parallel.world_size if config.parallel.executor == "mp" else 0
     began = time.monotonic()
     stderr = os.dup(2)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 2)
         try:
             child: ChildProcess[FromEngine] = spawn_child(
-                "tokenmill_engine.process", FromEngine, args=["--run-dir", run_dir], env=environment
+                "tokenmill_engine.process",
+                FromEngine,
+                args=["--run-dir", run_dir, "--workers", str(num_workers)],
+                env=environment,
             )
         finally:
             os.dup2(stderr, 2)

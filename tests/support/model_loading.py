@@ -53,4 +53,4 @@ def loaded_weights(name: str | Path | None, device: torch.device, **changes: Any
     config = model_config(name, **changes)
     model = model_class(config.architecture.name)(config, device)
     load_weights(model, config)
-    return model.targets()
+    return {name: target.view for name, target in model.targets().items()}

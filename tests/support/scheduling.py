@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, FakeHandle
+from tests.support.simulated_pipeline import SimulatedPipeline
 from tokenmill_engine.block_hash import CacheKey
 from tokenmill_engine.config.engine import SchedulerConfig, SchedulingPolicy
 from tokenmill_engine.errors import EngineError
@@ -18,6 +19,7 @@ from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.budget import make_budget
 from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
+from tokenmill_engine.scheduler.turns import steps_under_way
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Setting:
     budget: int = 64
     policy: SchedulingPolicy = "fcfs"
     depth: int = 2
+    """Steps in flight. Of several stages only whether it is more than 1 counts: scheduling is asynchronous then."""
+    num_stages: int = 1
     caching: bool = True
     max_model_len: int = 10_000
     explicit_budget: bool = True
@@ -84,12 +88,23 @@ class Driver:
             policy=setting.policy,
             async_scheduling=setting.depth > 1,
         )
-        self.budget = make_budget(config, setting.prefill_costs)
-        self.scheduler = Scheduler(config, self.budget, self.kv, self.max_model_len, (EOS,))
-        self.executor = FakeExecutor(setting.num_blocks, setting.block_size, setting.num_groups)
+        self.depth = setting.depth
+        if setting.num_stages > 1:
+            self.depth = steps_under_way(setting.num_stages, setting.depth > 1)
+        steps_per_token = self.depth if setting.num_stages > 1 else 1
+        self.budget = make_budget(config, setting.prefill_costs, steps_per_token)
+        self.scheduler = Scheduler(config, self.budget, self.kv, self.max_model_len, (EOS,), setting.num_stages)
+        self.executor = self._make_executor()
         self.told: dict[int, Told] = {}
         self.plans: list[StepPlan] = []
         self._in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()
+
+    def _make_executor(self) -> FakeExecutor:
+        setting = self.setting
+        size = (setting.num_blocks, setting.block_size, setting.num_groups)
+        return (
+            FakeExecutor(*size) if setting.num_stages == 1 else SimulatedPipeline(*size, num_stages=setting.num_stages)
+        )
 
     def add(
         self,
@@ -127,7 +142,7 @@ class Driver:
 
     def step(self) -> bool:
         """One turn of the engine's loop. False if there was nothing to do."""
-        while len(self._in_flight) < self.setting.depth:
+        while len(self._in_flight) < self.depth:
             decision = self.scheduler.schedule()
             if decision is None:
                 break

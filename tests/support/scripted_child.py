@@ -16,6 +16,7 @@ def begin(title: str, message_type: Any) -> ControlChannel[Any]:
     parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--run-dir")
     parser.add_argument("--device")
+    parser.add_argument("--workers")
     options = parser.parse_args()
     become_child(title, options.parent_pid)
     return ControlChannel.from_fd(options.control_fd, message_type)

@@ -91,17 +91,21 @@ class Server:
             return []
 
     def engine_pids(self) -> list[int]:
-        return self._pids("engine core")
+        return self._pids("engine core ")
 
     def api_server_pids(self) -> list[int]:
-        return self._pids("api server")
+        return self._pids("api server ")
+
+    def worker_pids(self, engine: int = 0) -> list[int]:
+        """Those of one engine core, in the order of their ranks; none where it computes itself."""
+        return self._pids(rf"worker {engine}\.")
 
     def _pids(self, role: str) -> list[int]:
         """Process ids in the order of the processes' numbers, which their titles carry."""
         found: dict[int, int] = {}
         for process in self.descendants():
             with contextlib.suppress(psutil.Error):
-                match = re.match(rf"tokenmill: {role} (\d+)", " ".join(process.cmdline()))
+                match = re.match(rf"tokenmill: {role}(\d+)", " ".join(process.cmdline()))
                 if match is not None:
                     found[int(match[1])] = process.pid
         return [found[number] for number in sorted(found)]

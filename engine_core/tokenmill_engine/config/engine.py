@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tokenmill_engine.config.architecture import ArchitectureConfig
+from tokenmill_engine.config.parallel import ParallelConfig
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
@@ -92,6 +93,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     data_parallel_size: int = 1
     """Engine cores that one API server chooses from. Processes know them as engines 0 to size - 1."""

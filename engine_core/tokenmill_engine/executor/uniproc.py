@@ -10,12 +10,11 @@ import threading
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-import torch
-
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.errors import EngineDeadError, EngineError
+from tokenmill_engine.errors import EngineError
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
-from tokenmill_engine.worker.results import PendingResult
+from tokenmill_engine.worker.backend import PendingStep
+from tokenmill_engine.worker.step_errors import as_engine_error
 from tokenmill_engine.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -59,16 +58,6 @@ class UniprocExecutor:
         self._worker.close()
 
 
-def as_engine_error(error: Exception, step: int) -> EngineError:
-    """What the engine is told of an exception in a step."""
-    if isinstance(error, EngineError):
-        return error
-    kind = EngineDeadError if isinstance(error, torch.AcceleratorError) else EngineError
-    failure = kind(f"step {step} failed: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
 class _FailedStep:
     """A step that could not be enqueued."""
 
@@ -82,7 +71,7 @@ class _FailedStep:
 class _DeviceStep:
     """A step on its way through the device's queue."""
 
-    def __init__(self, pending: PendingResult, step: int) -> None:
+    def __init__(self, pending: PendingStep, step: int) -> None:
         self._pending = pending
         self._step = step
 

@@ -31,6 +31,13 @@ class StartFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class EngineFailed(msgspec.Struct, tag=True, frozen=True):
+    """From an engine core that was ready and cannot go on; it ends now."""
+
+    message: str
+    """Why, as one sentence."""
+
+
 class EngineLost(msgspec.Struct, tag=True, frozen=True):
     """To every API server: this engine core is gone; what it owned fails."""
 
@@ -128,6 +135,6 @@ class MetricsFetched(msgspec.Struct, tag=True, frozen=True):
 
 
 EngineControl = EngineStart | Ping
-FromEngine = EngineReady | Pulse | StartFailed
+FromEngine = EngineReady | Pulse | StartFailed | EngineFailed
 ToApiServer = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | MetricsFetched | Ping | Drain
 FromApiServer = Listening | Serving | MetricsWanted | Pulse | Drained | StartFailed

@@ -50,9 +50,7 @@ def become_child(
         if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
-        if run_dir is not None:
-            exit_orphaned(run_dir)
-        os._exit(1)
+        exit_orphaned(run_dir)
 
 
 def set_title(title: str) -> None:
@@ -71,11 +69,12 @@ def process_began() -> float:
     return time.monotonic() - max(0.0, age)
 
 
-def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], run_dir: str) -> threading.Thread:
+def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], run_dir: str | None) -> threading.Thread:
     """Read the control channel in a daemon thread; `on_message` is called there.
 
-    At the end of file the parent is gone: `run_dir` is removed and the process exits with status 1, whatever its
-    other threads are doing. So it does if `on_message` fails: nobody would listen to the parent any more.
+    At the end of file the parent is gone: `run_dir`, if there is one to see to, is removed and the process exits with
+    status 1, whatever its other threads are doing. So it does if `on_message` fails: nobody would listen to the parent
+    any more.
     """
 
     def watch() -> None:
@@ -104,13 +103,18 @@ def exit_terminated(channel: ControlChannel[T], run_dir: str) -> NoReturn:
     os._exit(0)
 
 
-def exit_orphaned(run_dir: str) -> NoReturn:
-    """Remove `run_dir` and end this process: the launcher is gone and cannot clean up any more."""
+def exit_orphaned(run_dir: str | None) -> NoReturn:
+    """Remove `run_dir`, if there is one, and end this process: the parent is gone and cannot clean up any more."""
+    if run_dir is not None:
+        _remove(run_dir)
+    os._exit(1)
+
+
+def _remove(run_dir: str) -> None:
     for _ in range(_REMOVAL_ATTEMPTS):
         shutil.rmtree(run_dir, ignore_errors=True)
         if not os.path.exists(run_dir):
-            break
-    os._exit(1)
+            return
 
 
 def die_with(work: Callable[[], None]) -> None:

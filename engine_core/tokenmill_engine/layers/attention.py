@@ -7,38 +7,41 @@ import torch
 from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.attention.paged import HeadNorms, PagedAttention
 from tokenmill_engine.config.architecture import ArchitectureConfig
-from tokenmill_engine.layers.linear import Linear, Placement
+from tokenmill_engine.layers.linear import Linear
+from tokenmill_engine.layers.placement import Placement, Target, whole
 
 
 class Attention:
-    """Projects to queries, keys and values and attends over the paged cache; `o_proj` projects back."""
+    """Projects to queries, keys and values and attends over the paged cache; `o_proj` projects back.
+
+    Workers have the heads between them. Where there are fewer key-value heads than workers, those that have the
+    queries of one head all compute and keep its keys and values.
+    """
 
     __slots__ = ("attend", "norms", "o_proj", "qkv_proj")
 
     def __init__(self, architecture: ArchitectureConfig, attend: PagedAttention, placement: Placement) -> None:
-        head_dim = architecture.head_dim
-        query_size, kv_size = architecture.num_heads * head_dim, architecture.num_kv_heads * head_dim
+        head_dim, hidden = architecture.head_dim, whole(architecture.hidden_size)
+        queries = placement.share(architecture.num_heads).times(head_dim)
+        keys = placement.share(architecture.num_kv_heads).times(head_dim)
         self.attend = attend
         self.qkv_proj = Linear(
-            architecture.hidden_size,
-            {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
-            architecture.qkv_bias,
-            placement,
+            hidden, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, architecture.qkv_bias, placement
         )
-        self.o_proj = Linear(query_size, {"o_proj": architecture.hidden_size}, architecture.output_bias, placement)
+        self.o_proj = Linear(queries, {"o_proj": hidden}, architecture.output_bias, placement)
         self.norms = (
             HeadNorms(placement.empty(head_dim), placement.empty(head_dim), architecture.rms_norm_eps)
             if architecture.qk_norm
             else None
         )
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view to fill) of every parameter."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """(checkpoint name, place) of every parameter."""
         yield from self.qkv_proj.targets(prefix)
         yield from self.o_proj.targets(prefix)
         if self.norms is not None:
-            yield f"{prefix}q_norm.weight", self.norms.query
-            yield f"{prefix}k_norm.weight", self.norms.key
+            yield f"{prefix}q_norm.weight", Target.of_whole(self.norms.query)
+            yield f"{prefix}k_norm.weight", Target.of_whole(self.norms.key)
 
     def __call__(
         self,
@@ -47,6 +50,6 @@ class Attention:
         batch: ForwardBatch,
         kv_cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_dim], what `o_proj` takes.
+        """[num_tokens, hidden_size] -> [num_tokens, heads here * head_dim], what `o_proj` takes.
         Writes the batch's keys and values to the cache."""
         return self.attend(self.qkv_proj(hidden), cos_sin, self.norms, batch, kv_cache)

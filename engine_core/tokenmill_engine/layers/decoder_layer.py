@@ -8,9 +8,10 @@ from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.attention.paged import PagedAttention
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.layers.attention import Attention
-from tokenmill_engine.layers.linear import Linear, Placement
+from tokenmill_engine.layers.linear import Linear
 from tokenmill_engine.layers.mlp import GatedMLP
 from tokenmill_engine.layers.norm import RMSNorm
+from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_kernels import ops
 
 
@@ -26,8 +27,8 @@ class DecoderLayer:
         self.post_attention_norm = RMSNorm(hidden_size, eps, placement)
         self.mlp = GatedMLP(hidden_size, architecture.intermediate_size, architecture.mlp_bias, placement)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view to fill) of every parameter. Valid until the matrices are finalized."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """(checkpoint name, place) of every parameter. Valid until the matrices are finalized."""
         yield from self.input_norm.targets(f"{prefix}input_layernorm")
         yield from self.attention.targets(f"{prefix}self_attn.")
         yield from self.post_attention_norm.targets(f"{prefix}post_attention_layernorm")

@@ -1,40 +1,37 @@
-"""Matrix multiplications, and where the rows of each checkpoint tensor go in them."""
+"""Matrix multiplications, and where the rows and columns of each checkpoint tensor go in them.
+
+Several workers that share a model have the rows of a matrix between them, and then each makes a part of the results;
+or the columns, and then each makes a part of every result's sum.
+"""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
+from tokenmill_engine.layers.placement import Placement, Share, Target
 from tokenmill_kernels import ops
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Type and device of a model's parameters."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised parameter: the loader fills it."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class Linear:
     """x @ weight.T + bias, for one projection or for several of the same input stacked into one matrix.
 
-    `outputs` maps the name of each projection to its number of rows, in stacking order. Between construction and
-    `finalize` the weight is a plain matrix [sum of rows, in_features] for the loader; afterwards it has the form
-    that the device's kernel likes best.
+    `outputs` maps the name of each projection to its rows, in stacking order. Between construction and `finalize` the
+    weight is a plain matrix [rows here, columns here] for the loader; afterwards it has the form that the device's
+    kernel likes best.
     """
 
-    __slots__ = ("_outputs", "bias", "weight")
+    __slots__ = ("_added_bias", "_inputs", "_outputs", "_sum", "bias", "weight")
 
-    def __init__(self, in_features: int, outputs: Mapping[str, int], has_bias: bool, placement: Placement) -> None:
+    def __init__(self, inputs: Share, outputs: Mapping[str, Share], has_bias: bool, placement: Placement) -> None:
+        """With a part of the columns (`inputs`), rows must be whole: results are added up over the workers."""
+        self._inputs = inputs
         self._outputs = dict(outputs)
-        out_features = sum(outputs.values())
-        self.weight: torch.Tensor | ops.PackedWeight = placement.empty(out_features, in_features)
+        out_features = sum(rows.count for rows in outputs.values())
+        self.weight: torch.Tensor | ops.PackedWeight = placement.empty(out_features, inputs.count)
         self.bias = placement.empty(out_features) if has_bias else None
+        self._sum = None if inputs.is_whole else placement.group.all_reduce
+        # All workers have the bias of a sum, and one adds it.
+        self._added_bias = self.bias if inputs.is_whole or placement.group.rank == 0 else None
 
     @property
     def plain_weight(self) -> torch.Tensor:
@@ -43,15 +40,15 @@ class Linear:
             raise RuntimeError("the weight was packed: its rows are gone")
         return self.weight
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view to fill) for each stacked projection. Valid until `finalize`."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """(checkpoint name, place) for each stacked projection. Valid until `finalize`."""
         first = 0
-        for name, num_rows in self._outputs.items():
-            rows = slice(first, first + num_rows)
-            yield f"{prefix}{name}.weight", self.plain_weight[rows]
+        for name, share in self._outputs.items():
+            rows = slice(first, first + share.count)
+            yield f"{prefix}{name}.weight", Target(self.plain_weight[rows], (share, self._inputs))
             if self.bias is not None:
-                yield f"{prefix}{name}.bias", self.bias[rows]
-            first += num_rows
+                yield f"{prefix}{name}.bias", Target(self.bias[rows], (share,))
+            first += share.count
 
     def finalize(self) -> None:
         """Packs the loaded weight and lets the plain one go."""
@@ -59,5 +56,6 @@ class Linear:
             self.weight = ops.pack_linear(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, in_features] -> [num_tokens, out_features]."""
-        return ops.linear(x, self.weight, self.bias)
+        """x [num_tokens, columns here] -> [num_tokens, rows here]."""
+        product = ops.linear(x, self.weight, self._added_bias)
+        return product if self._sum is None else self._sum(product)

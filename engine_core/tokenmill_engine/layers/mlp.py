@@ -4,22 +4,23 @@ from collections.abc import Iterator
 
 import torch
 
-from tokenmill_engine.layers.linear import Linear, Placement
+from tokenmill_engine.layers.linear import Linear
+from tokenmill_engine.layers.placement import Placement, Target, whole
 from tokenmill_kernels import ops
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up as one matrix."""
+    """down(silu(gate(x)) * up(x)), gate and up as one matrix. Workers have the width between them."""
 
     __slots__ = ("down_proj", "gate_up_proj")
 
     def __init__(self, hidden_size: int, intermediate_size: int, has_bias: bool, placement: Placement) -> None:
-        outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, outputs, has_bias, placement)
-        self.down_proj = Linear(intermediate_size, {"down_proj": hidden_size}, has_bias, placement)
+        hidden, width = whole(hidden_size), placement.share(intermediate_size)
+        self.gate_up_proj = Linear(hidden, {"gate_proj": width, "up_proj": width}, has_bias, placement)
+        self.down_proj = Linear(width, {"down_proj": hidden}, has_bias, placement)
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view to fill) of every parameter."""
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        """(checkpoint name, place) of every parameter."""
         yield from self.gate_up_proj.targets(prefix)
         yield from self.down_proj.targets(prefix)
 

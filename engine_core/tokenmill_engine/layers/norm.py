@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenmill_engine.layers.embedding import TokenEmbedding
-from tokenmill_engine.layers.linear import Placement
+from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_kernels import ops
 
 
@@ -18,12 +18,15 @@ class RMSNorm:
         self.weight = placement.empty(size)
         self.eps = eps
 
-    def targets(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, view to fill)."""
-        yield f"{name}.weight", self.weight
+    def targets(self, name: str) -> Iterator[tuple[str, Target]]:
+        """(checkpoint name, place)."""
+        yield f"{name}.weight", Target.of_whole(self.weight)
 
     def embed(self, input_ids: torch.Tensor, table: TokenEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(rows), rows) of the embeddings of int32 [num_tokens], both [num_tokens, size]."""
+        if not table.is_whole:
+            rows = table(input_ids)
+            return ops.rms_norm(rows, self.weight, self.eps), rows
         return ops.embed_rms_norm(input_ids, table.weight, self.weight, self.eps)
 
     def __call__(

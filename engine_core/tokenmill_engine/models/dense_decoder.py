@@ -15,15 +15,19 @@ from tokenmill_engine.attention.batch import AttentionShape, ForwardBatch
 from tokenmill_engine.attention.paged import PagedAttention
 from tokenmill_engine.attention.selection import built_in
 from tokenmill_engine.config.engine import DtypeName, ModelConfig
+from tokenmill_engine.config.stages import Stage, whole_model
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.layers.decoder_layer import DecoderLayer
 from tokenmill_engine.layers.embedding import LMHead, TokenEmbedding
-from tokenmill_engine.layers.linear import Placement
 from tokenmill_engine.layers.norm import RMSNorm
+from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_engine.layers.rotary import cos_sin_table
 from tokenmill_engine.models.fused_stack import FusedStack, can_fuse
 from tokenmill_kernels import ops
 
+Stream = tuple[torch.Tensor, torch.Tensor]
+"""What goes from layer to layer: the last one's output and the residual, both [num_tokens, hidden_size]."""
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """Key and value cache of each layer, as `ops.allocate_kv_cache` makes them."""
 
@@ -38,40 +42,60 @@ _SPARE_POSITIONS = 64
 
 
 class DenseDecoder:
-    """Embedding, layers, norm, LM head. Constructed empty; `loader.load_model` fills and finalizes it."""
+    """Embedding, layers, norm, LM head. Constructed empty; `loader.load_model` fills and finalizes it.
 
-    def __init__(self, config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None) -> None:
-        """`attention` computes the attention of all layers; by default what is built in for the device."""
+    One stage of a pipeline has some of the layers; `embed_tokens` is there on the first, `norm` and `lm_head` on the
+    last.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        attention: AttentionBackend | None = None,
+        group: Group = ALONE,
+        stage: Stage | None = None,
+    ) -> None:
+        """`attention` computes the attention of all layers; by default what is built in for the device. `group` are
+        the workers that have the model, or `stage` of it, between them: parameters, caches and heads here are this
+        one's part."""
         architecture = config.architecture
         self.architecture = architecture
+        self.stage = stage = stage or whole_model(architecture.num_layers)
         self.dtype = TORCH_DTYPES[config.dtype]
         self._attention = attention or built_in(device, self.dtype)
         self.device = device
+        self._placement = placement = Placement(self.dtype, device, group)
         self.kv_specs = tuple(
-            KVSpec("full", architecture.num_kv_heads, architecture.head_dim, config.dtype, window)
-            for window in architecture.layer_windows
+            KVSpec(
+                "full", placement.share(architecture.num_kv_heads).count, architecture.head_dim, config.dtype, window
+            )
+            for window in architecture.layer_windows[stage.layers.start : stage.layers.stop]
         )
         self._groups = group_layers(self.kv_specs)
         group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
-        placement = Placement(self.dtype, device)
-        self.embed_tokens = TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
+        is_tied = architecture.tie_word_embeddings
+        if stage.is_first or (stage.is_last and is_tied):
+            self.embed_tokens = TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
         self.layers = [
             DecoderLayer(architecture, self._attend(spec, group_of[index]), placement)
             for index, spec in enumerate(self.kv_specs)
         ]
-        self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, placement)
-        self.head_rows = (
-            self.embed_tokens
-            if architecture.tie_word_embeddings
-            else TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
-        )
-        self.lm_head = LMHead(self.head_rows)
+        if stage.is_last:
+            self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, placement)
+            self.head_rows = (
+                self.embed_tokens
+                if is_tied
+                else TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
+            )
+            self.lm_head = LMHead(self.head_rows)
         num_positions = config.max_model_len + _SPARE_POSITIONS
         self.cos_sin = cos_sin_table(architecture.rope, architecture.head_dim, num_positions, device)
         self._fused: FusedStack | None = None
 
     def _attend(self, spec: KVSpec, group: int) -> PagedAttention:
-        shape = AttentionShape(self.architecture.num_heads, spec.num_kv_heads, spec.head_dim, spec.window)
+        num_heads = self._placement.share(self.architecture.num_heads).count
+        shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_dim, spec.window)
         return PagedAttention(shape, group, self._attention)
 
     @property
@@ -79,29 +103,50 @@ class DenseDecoder:
         """Whether the layers run as one native call."""
         return self._fused is not None
 
-    def targets(self) -> dict[str, torch.Tensor]:
-        """Where each checkpoint tensor goes, by its Hugging Face name. Every one must be filled, then `finalize`."""
-        targets = dict(self.embed_tokens.targets("model.embed_tokens"))
-        for index, layer in enumerate(self.layers):
+    def targets(self) -> dict[str, Target]:
+        """Where each checkpoint tensor goes, or this worker's part of it, by its Hugging Face name. Every one must be
+        filled, then `finalize`."""
+        targets: dict[str, Target] = {}
+        for table, name in self._vocabulary():
+            targets.update(table.targets(name))
+        for index, layer in zip(self.stage.layers, self.layers, strict=True):
             targets.update(layer.targets(f"model.layers.{index}."))
-        targets.update(self.norm.targets("model.norm"))
-        if self.head_rows is not self.embed_tokens:
-            targets.update(self.head_rows.targets("lm_head"))
+        if self.stage.is_last:
+            targets.update(self.norm.targets("model.norm"))
         return targets
+
+    def _vocabulary(self) -> list[tuple[TokenEmbedding, str]]:
+        """What is here for each entry of the vocabulary, by name."""
+        is_tied = self.architecture.tie_word_embeddings
+        tables = []
+        if self.stage.is_first or (self.stage.is_last and is_tied):
+            tables.append((self.embed_tokens, "model.embed_tokens"))
+        if self.stage.is_last and not is_tied:
+            tables.append((self.head_rows, "lm_head"))
+        return tables
+
+    def parameter_names(self) -> list[str]:
+        """The Hugging Face names of all parameters of the whole model, in order; `targets` has those of this stage."""
+        layer = [name for name, _ in self.layers[0].targets("")]
+        names = ["model.embed_tokens.weight"]
+        names += [f"model.layers.{index}.{name}" for index in range(self.stage.num_layers) for name in layer]
+        names.append("model.norm.weight")
+        return names if self.architecture.tie_word_embeddings else [*names, "lm_head.weight"]
 
     def finalize(self, allow_fused: bool = True) -> None:
         """Brings the loaded weights into the form that the device's kernels like best; the plain ones are freed.
 
         On a CPU whose library can run the whole stack, it takes the layers over unless `allow_fused` is False;
-        results are the same within rounding.
+        results are the same within rounding. A worker that has a part of the layers runs them one by one.
         """
-        self.embed_tokens.finalize()
-        self.head_rows.finalize()
-        embedding = self.embed_tokens.weight
-        fuse = allow_fused and can_fuse(self.architecture, self.dtype, self.device, len(self._groups))
-        if fuse and isinstance(embedding, ops.PackedWeight):
-            self._fused = FusedStack(self.architecture, self.layers, embedding, self.norm.weight, self.cos_sin)
-            return
+        for table, _ in self._vocabulary():
+            table.finalize()
+        is_whole = self._placement.group.size == 1 and self.stage.is_whole
+        if allow_fused and is_whole and can_fuse(self.architecture, self.dtype, self.device, len(self._groups)):
+            embedding = self.embed_tokens.weight
+            if isinstance(embedding, ops.PackedWeight):
+                self._fused = FusedStack(self.architecture, self.layers, embedding, self.norm.weight, self.cos_sin)
+                return
         for layer in self.layers:
             for linear in layer.linears():
                 linear.finalize()
@@ -133,23 +178,41 @@ class DenseDecoder:
         kv_caches: KVCaches,
         output_rows: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        incoming: Stream | None = None,
     ) -> torch.Tensor:
         """Normed hidden states [num_tokens, hidden_size], or those of `output_rows` alone; in `out`, if that is given.
+        Of a model in stages, the last one gives them, from what is `incoming`.
 
         `output_rows` is int32 and ascending; on CUDA negative rows may follow as padding, which give no usable states.
         Writes the batch's keys and values to the caches, which must be the same in every call.
         """
         if self._fused is not None:
             return self._fused.forward(batch, kv_caches, output_rows, out)
+        hidden, residual = self.run_layers(batch, kv_caches, incoming, output_rows)
+        return self.norm(hidden, residual, out)[0]
+
+    def run_layers(
+        self,
+        batch: ForwardBatch,
+        kv_caches: KVCaches,
+        incoming: Stream | None,
+        output_rows: torch.Tensor | None = None,
+    ) -> Stream:
+        """Through the layers of this stage: from `incoming`, what the stage before gave, or from the batch's token ids
+        if this is the first. `output_rows` as in `forward`, for the last stage alone. May overwrite `incoming`."""
         self._plan_attention(batch)
-        normed, residual = self.layers[0].input_norm.embed(batch.input_ids, self.embed_tokens)
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            is_last = next_norm is self.norm
-            rows = output_rows if is_last else None
+        first_norm = self.layers[0].input_norm
+        if incoming is None:
+            normed, residual = first_norm.embed(batch.input_ids, self.embed_tokens)
+        else:
+            normed, residual = first_norm(*incoming)
+        last = len(self.layers) - 1
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            rows = output_rows if index == last else None
             hidden, residual = layer(normed, residual, self.cos_sin, batch, kv_cache, rows)
-            normed, residual = next_norm(hidden, residual, out if is_last else None)
-        return normed
+            if index < last:
+                normed, residual = self.layers[index + 1].input_norm(hidden, residual)
+        return hidden, residual
 
     def _plan_attention(self, batch: ForwardBatch) -> None:
         """One plan for all layers of a shape."""

@@ -1,6 +1,7 @@
 """Builds a model and fills it: from safetensors, from GGUF, or with random numbers.
 
-Every checkpoint tensor goes straight to its final place on the device, in runs of elements, by several threads.
+Every checkpoint tensor, or as much of it as this worker has, goes straight to its final place on the device, in runs of
+elements, by several threads.
 """
 
 import logging
@@ -18,11 +19,15 @@ import torch
 
 from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.config.engine import ModelConfig
+from tokenmill_engine.config.stages import Stage
+from tokenmill_engine.distributed.group import ALONE, Group
+from tokenmill_engine.layers.placement import Target, cut
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.lanes import Lane
 from tokenmill_engine.models.mapping import Destination, match_gguf, match_safetensors
+from tokenmill_engine.models.part_source import PartSource
 from tokenmill_engine.models.registry import model_class
-from tokenmill_engine.models.weights import GGUFSource, SafetensorsSource, WeightSource
+from tokenmill_engine.models.weights import CheckpointSource, GGUFSource, SafetensorsSource, WeightSource
 from tokenmill_engine.progress import log_progress_bar
 
 logger = logging.getLogger(__name__)
@@ -35,12 +40,19 @@ _SWITCH_INTERVAL_S = 0.0005
 """How long they wait for the lock at most."""
 
 
-def build_model(config: ModelConfig, device: torch.device, attention: AttentionBackend | None = None) -> DenseDecoder:
-    """The model of `config` on `device`, not filled yet, with `attention` or what is built in for the device.
+def build_model(
+    config: ModelConfig,
+    device: torch.device,
+    attention: AttentionBackend | None = None,
+    group: Group = ALONE,
+    stage: Stage | None = None,
+) -> DenseDecoder:
+    """The model of `config` on `device`, not filled yet, with `attention` or what is built in for the device; this
+    worker's part of it if there are others in `group`, and of `stage` if that is not the whole model.
 
     Raises ConfigError for an unknown architecture.
     """
-    return model_class(config.architecture.name)(config, device, attention)
+    return model_class(config.architecture.name)(config, device, attention, group, stage)
 
 
 def load_model(config: ModelConfig, device: torch.device, allow_fused: bool = True) -> DenseDecoder:
@@ -127,15 +139,16 @@ def load_weights(model: DenseDecoder, config: ModelConfig, cancelled: threading.
     as `load_model`."""
     cancelled = cancelled or threading.Event()
     if config.load_format == "dummy":
-        _fill_randomly(model.targets(), config.seed, cancelled)
+        _fill_randomly(model.targets(), model.parameter_names(), config.seed, cancelled)
         return
     with closing(_open_source(config)) as source:
         match = match_gguf if config.load_format == "gguf" else match_safetensors
         destinations = match(model, source.shapes, config.path)
-        _run_copies(destinations, source, model.device, cancelled)
+        parts = {destination.name: destination.part for destination in destinations}
+        _run_copies(destinations, PartSource(source, parts), model.device, cancelled)
 
 
-def _open_source(config: ModelConfig) -> WeightSource:
+def _open_source(config: ModelConfig) -> CheckpointSource:
     path = Path(config.path)
     return GGUFSource(path) if config.load_format == "gguf" else SafetensorsSource(path)
 
@@ -205,20 +218,26 @@ def _runs(
         yield partial(Lane.copy, source=source, name=destination.name, first=first * slab, part=part), part.nbytes
 
 
-def _fill_randomly(targets: Mapping[str, torch.Tensor], seed: int, cancelled: threading.Event) -> None:
-    """Weights that keep activations near unit size, the same for the same seed and kind of device."""
+def _fill_randomly(targets: Mapping[str, Target], names: Sequence[str], seed: int, cancelled: threading.Event) -> None:
+    """Weights that keep activations near unit size, the same for the same seed and kind of device, however many workers
+    there are. `names` are those of the whole model."""
     with _pool() as pool:
         fillings = [
-            pool.submit(_fill_tensor, name, target, seed * len(targets) + index)
-            for index, (name, target) in enumerate(targets.items())
+            pool.submit(_fill_tensor, name, targets[name], seed * len(names) + index)
+            for index, name in enumerate(names)
+            if name in targets
         ]
         for _ in _completed(fillings, cancelled):
             pass
 
 
-def _fill_tensor(name: str, target: torch.Tensor, seed: int) -> None:
+def _fill_tensor(name: str, target: Target, seed: int) -> None:
+    view = target.view
     if name.endswith("norm.weight"):
-        target.fill_(1.0)
+        view.fill_(1.0)
         return
     bound = target.shape[-1] ** -0.5
-    target.uniform_(-bound, bound, generator=torch.Generator(target.device).manual_seed(seed))
+    values = view if target.shape == view.shape else view.new_empty(target.shape)
+    values.uniform_(-bound, bound, generator=torch.Generator(view.device).manual_seed(seed))
+    if values is not view:
+        view.copy_(cut(values, target.part))

@@ -8,6 +8,7 @@ import torch
 
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.errors import ConfigError
+from tokenmill_engine.layers.placement import Share, Target
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,20 +40,22 @@ _GGUF_PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tensor of the checkpoint and the parameter it fills."""
+    """A tensor of the checkpoint and the parameter that it, or a part of it, fills."""
 
     name: str
     """The checkpoint's own name."""
     target: torch.Tensor
     """A view of the parameter whose elements, in row-major order, are in the order of the checkpoint. Its first
-    dimension counts whole rows of the checkpoint's tensor, or whole groups of rows."""
+    dimension counts whole rows of the checkpoint's tensor or of the part, or whole groups of rows."""
+    part: tuple[Share, ...]
+    """Of the checkpoint's tensor, along each of its dimensions."""
 
 
 def match_safetensors(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destination]:
     """Destinations of a Hugging Face checkpoint. Raises ConfigError as `_match`."""
     destinations = _match(model.targets(), shapes, source, lambda name: name)
     ignored = {"lm_head.weight"} if model.architecture.tie_word_embeddings else set()
-    _refuse_unexpected(shapes.keys() - ignored, destinations, source)
+    _refuse_unexpected(shapes.keys() - ignored, model.parameter_names(), source)
     return destinations
 
 
@@ -63,7 +66,7 @@ def match_gguf(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destina
     2i + j of the file is row j * head_dim / 2 + i for us.
     """
     destinations = _match(model.targets(), shapes, source, _gguf_name)
-    _refuse_unexpected(shapes.keys(), destinations, source)
+    _refuse_unexpected(shapes.keys(), map(_gguf_name, model.parameter_names()), source)
     if model.architecture.name not in ("LlamaForCausalLM", "MistralForCausalLM"):
         return destinations
     return [_interleaved(destination, model.architecture) for destination in destinations]
@@ -74,7 +77,7 @@ def _interleaved(destination: Destination, architecture: ArchitectureConfig) -> 
         return destination
     target, half = destination.target, architecture.head_dim // 2
     per_head = target.view(-1, 2, half, *target.shape[1:]).transpose(1, 2)
-    return Destination(destination.name, per_head)
+    return Destination(destination.name, per_head, destination.part)
 
 
 def _gguf_name(name: str) -> str:
@@ -86,26 +89,27 @@ def _gguf_name(name: str) -> str:
 
 
 def _match(
-    targets: Mapping[str, torch.Tensor], shapes: Shapes, source: str, rename: Callable[[str], str]
+    targets: Mapping[str, Target], shapes: Shapes, source: str, rename: Callable[[str], str]
 ) -> list[Destination]:
     """One destination for every parameter. Raises ConfigError, naming tensors, if some are absent or of another
     shape than the configuration says."""
-    destinations = [Destination(rename(name), target) for name, target in targets.items()]
-    missing = [destination.name for destination in destinations if destination.name not in shapes]
+    expected = {rename(name): target for name, target in targets.items()}
+    missing = [name for name in expected if name not in shapes]
     if missing:
         raise ConfigError(f"{source} lacks {len(missing)} tensor(s) of its architecture: {_some(missing)}")
     misshapen = [
-        f"{destination.name} is {list(shapes[destination.name])}, expected {list(destination.target.shape)}"
-        for destination in destinations
-        if shapes[destination.name] != tuple(destination.target.shape)
+        f"{name} is {list(shapes[name])}, expected {list(target.shape)}"
+        for name, target in expected.items()
+        if shapes[name] != target.shape
     ]
     if misshapen:
         raise ConfigError(f"{source} has {len(misshapen)} tensor(s) of the wrong shape: {_some(misshapen)}")
-    return destinations
+    return [Destination(name, target.view, target.part) for name, target in expected.items()]
 
 
-def _refuse_unexpected(names: Iterable[str], destinations: Iterable[Destination], source: str) -> None:
-    known = {destination.name for destination in destinations}
+def _refuse_unexpected(names: Iterable[str], known_names: Iterable[str], source: str) -> None:
+    """Raises ConfigError if the checkpoint has more than the whole model, whatever stage of it this is."""
+    known = set(known_names)
     unexpected = sorted(name for name in names if name not in known and not _COMPUTED_CONSTANTS.search(name))
     if unexpected:
         raise ConfigError(

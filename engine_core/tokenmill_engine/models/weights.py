@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
 
 from tokenmill_engine.config.gguf_file import GGML_TYPES, GGUFTensor, read_gguf
 from tokenmill_engine.config.hf_folder import SafetensorsEntry, list_safetensors, read_safetensors_header
@@ -45,6 +46,15 @@ class WeightSource(ABC):
         """Closes the files."""
 
 
+class CheckpointSource(WeightSource):
+    """The files themselves."""
+
+    @abstractmethod
+    def read_columns(self, name: str, rows: range, columns: range, buffer: torch.Tensor) -> torch.Tensor:
+        """Some columns of some rows of a matrix, row by row, [len(rows) * len(columns)] of `dtype`; `buffer` and errors
+        as in `read`."""
+
+
 class _Files:
     """Descriptors of the files that a source reads, opened once."""
 
@@ -60,12 +70,18 @@ class _Files:
                 raise ConfigError(f"{path} is truncated: nothing at byte {offset + done}; download it again")
             done += got
 
+    def read_pieces(self, path: str, offsets: range, buffer: memoryview) -> None:
+        """Fill `buffer` with as many pieces of equal length as there are `offsets`. Raises ConfigError as `read`."""
+        length = len(buffer) // len(offsets)
+        for index, offset in enumerate(offsets):
+            self.read(path, offset, buffer[index * length : (index + 1) * length])
+
     def close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
 
-class SafetensorsSource(WeightSource):
+class SafetensorsSource(CheckpointSource):
     """A folder of safetensors files."""
 
     def __init__(self, folder: Path) -> None:
@@ -88,11 +104,17 @@ class SafetensorsSource(WeightSource):
         self._files.read(str(entry.path), entry.offset + first * dtype.itemsize, buffer.numpy().data)
         return buffer.view(dtype)
 
+    def read_columns(self, name: str, rows: range, columns: range, buffer: torch.Tensor) -> torch.Tensor:
+        entry, dtype = self._entries[name], self.dtype(name)
+        offsets = _offsets(entry.offset + columns.start * dtype.itemsize, entry.shape[1] * dtype.itemsize, rows)
+        self._files.read_pieces(str(entry.path), offsets, buffer.numpy().data)
+        return buffer.view(dtype)
+
     def close(self) -> None:
         self._files.close()
 
 
-class GGUFSource(WeightSource):
+class GGUFSource(CheckpointSource):
     """A GGUF file, or the parts of a split one. Quantized tensors come as float32."""
 
     def __init__(self, path: Path) -> None:
@@ -110,14 +132,41 @@ class GGUFSource(WeightSource):
         if storage.name in _GGUF_DTYPES:
             self._files.read(tensor.path, offset, buffer.numpy().data)
             return buffer.view(_GGUF_DTYPES[storage.name])
-        blocks = np.empty((1, count // storage.block_size * storage.block_bytes), np.uint8)
-        self._files.read(tensor.path, offset, blocks[0].data)
+        blocks = np.empty(count // storage.block_size * storage.block_bytes, np.uint8)
+        self._files.read(tensor.path, offset, blocks.data)
+        return self._dequantized(tensor, blocks)
+
+    def read_columns(self, name: str, rows: range, columns: range, buffer: torch.Tensor) -> torch.Tensor:
+        tensor = self._tensors[name]
+        storage = GGML_TYPES[tensor.type_id]
+        first, last = columns.start // storage.block_size, -(-columns.stop // storage.block_size)
+        row_bytes = tensor.shape[1] // storage.block_size * storage.block_bytes
+        offsets = _offsets(tensor.offset + first * storage.block_bytes, row_bytes, rows)
+        if storage.name in _GGUF_DTYPES:
+            self._files.read_pieces(tensor.path, offsets, buffer.numpy().data)
+            return buffer.view(_GGUF_DTYPES[storage.name])
+        blocks = np.empty(len(rows) * (last - first) * storage.block_bytes, np.uint8)
+        self._files.read_pieces(tensor.path, offsets, blocks.data)
+        values = self._dequantized(tensor, blocks).view(len(rows), -1)
+        # The part may begin or end inside a block.
+        before = columns.start - first * storage.block_size
+        return values[:, before : before + len(columns)].reshape(-1)
+
+    def _dequantized(self, tensor: GGUFTensor, blocks: NDArray[np.uint8]) -> torch.Tensor:
+        """float32, one dimension, of whole blocks."""
         try:
             # One long row: gguf works in groups of 16 rows, and with short rows Python takes most of the time.
-            values = quants.dequantize(blocks, GGMLQuantizationType(tensor.type_id))
+            values = quants.dequantize(blocks[None], GGMLQuantizationType(tensor.type_id))
         except NotImplementedError as error:
-            raise ConfigError(f"{tensor.path}: tensor {name} has type {storage.name}, which cannot be read") from error
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).reshape(count))
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor.name} has type {tensor.type_name}, which cannot be read"
+            ) from error
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
 
     def close(self) -> None:
         self._files.close()
+
+
+def _offsets(first: int, row_bytes: int, rows: range) -> range:
+    """Where something begins in each of `rows`, of those that are `row_bytes` apart, the first one's at `first`."""
+    return range(first + rows.start * row_bytes, first + rows.stop * row_bytes, row_bytes)

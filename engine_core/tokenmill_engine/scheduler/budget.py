@@ -91,8 +91,9 @@ class BudgetPolicy(Protocol):
     def mixed_tokens(self) -> int:
         """What the last step, or the next one like it, may compute at most if requests decode in it."""
 
-    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
-        """The allowance of a step with `num_decodes` rows of one token, which read `decode_context` tokens."""
+    def for_step(self, num_decodes: int, decode_context: int, num_elsewhere: int = 0) -> Allowance:
+        """The allowance of a step with `num_decodes` rows of one token, which read `decode_context` tokens.
+        `num_elsewhere` requests have their tokens in other steps, whose successors wait for this one."""
 
     def observe(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step is done; it took the device `elapsed_s` (0: nobody looked)."""
@@ -107,7 +108,7 @@ class FixedBudget:
     def __init__(self, num_tokens: int) -> None:
         self.mixed_tokens = num_tokens
 
-    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
+    def for_step(self, num_decodes: int, decode_context: int, num_elsewhere: int = 0) -> Allowance:
         return Allowance(self.mixed_tokens, num_decodes)
 
     def observe(self, plan: StepPlan, elapsed_s: float) -> None:
@@ -130,8 +131,8 @@ class DefaultBudget:
     def mixed_tokens(self) -> int:
         return self._size.in_use
 
-    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
-        if num_decodes == 0:
+    def for_step(self, num_decodes: int, decode_context: int, num_elsewhere: int = 0) -> Allowance:
+        if num_decodes + num_elsewhere == 0:
             return Allowance(self._max_tokens, 0)
         num_tokens = max(self._size.next_size, num_decodes + MIN_PREFILL_TOKENS)
         return Allowance(min(num_tokens, self._max_tokens), num_decodes)
@@ -154,17 +155,24 @@ class TargetBudget:
     """In steps with decodes as many tokens as keep the step's predicted time, with room for error, within a target."""
 
     def __init__(
-        self, max_tokens: int, target_s: float, model: StepCostModel, clock: Callable[[], float] = time.monotonic
+        self,
+        max_tokens: int,
+        target_s: float,
+        model: StepCostModel,
+        clock: Callable[[], float] = time.monotonic,
+        steps_per_token: int = 1,
     ) -> None:
+        """A request that runs waits for `steps_per_token` steps from token to token."""
         self._max_tokens = max_tokens
         self._target_s = target_s
+        self._steps_per_token = steps_per_token
         self._model = model
         self._clock = clock
         self._warned_at = -_WARNING_INTERVAL_S
         self.mixed_tokens = max_tokens
 
-    def for_step(self, num_decodes: int, decode_context: int) -> Allowance:
-        if num_decodes == 0:
+    def for_step(self, num_decodes: int, decode_context: int, num_elsewhere: int = 0) -> Allowance:
+        if num_decodes + num_elsewhere == 0:
             return Allowance(self._max_tokens, 0)
         if not self._model.has_learnt:
             return Allowance(min(self._max_tokens, num_decodes + MIN_PREFILL_TOKENS), num_decodes)
@@ -179,19 +187,19 @@ class TargetBudget:
             likewise = self.for_step(plan.num_decodes, work.decode_context)
             self.mixed_tokens = likewise.num_decodes + likewise.grant(self._max_tokens, 0)
         if work.num_tokens - plan.num_decodes <= MIN_PREFILL_TOKENS:
-            predicted_s = self._model.predict(work)
+            predicted_s = self._model.predict(work) * self._steps_per_token
             if predicted_s > self._target_s:
                 self._warn(plan.num_decodes, predicted_s)
 
     def describe(self) -> str:
         return (
             f"at most {self._max_tokens} tokens in a step; beside running streams as many as keep the step within "
-            f"{self._target_s * 1e3:g} ms, at least {MIN_PREFILL_TOKENS} prompt tokens"
+            f"{self._target_s / self._steps_per_token * 1e3:g} ms, at least {MIN_PREFILL_TOKENS} prompt tokens"
         )
 
     @property
     def _limit_s(self) -> float:
-        return self._target_s / (1.0 + _SAFETY * self._model.noise)
+        return self._target_s / self._steps_per_token / (1.0 + _SAFETY * self._model.noise)
 
     def _warn(self, num_decodes: int, predicted_s: float) -> None:
         now = self._clock()
@@ -199,7 +207,7 @@ class TargetBudget:
             return
         self._warned_at = now
         logger.warning(
-            "--target-itl-ms %g cannot be kept at this load: a step of %d running requests takes %.1f ms even with "
+            "--target-itl-ms %g cannot be kept at this load: %d running requests wait %.1f ms for a token even with "
             "next to no prompt tokens. Prompts still get %d tokens of each step. Raise the target or lower "
             "--max-num-seqs (this is said once a minute at most)",
             self._target_s * 1e3,
@@ -209,11 +217,13 @@ class TargetBudget:
         )
 
 
-def make_budget(config: SchedulerConfig, prefill_costs: PrefillCosts = ()) -> BudgetPolicy:
-    """The policy that the flags ask for. `prefill_costs` were measured by the worker at its start, if at all."""
+def make_budget(config: SchedulerConfig, prefill_costs: PrefillCosts = (), steps_per_token: int = 1) -> BudgetPolicy:
+    """The policy that the flags ask for. `prefill_costs` were measured by the worker at its start, if at all;
+    `steps_per_token` as in `TargetBudget`."""
     max_tokens = config.max_num_batched_tokens
     if config.target_itl_ms is not None:
-        return TargetBudget(max_tokens, config.target_itl_ms * 1e-3, StepCostModel(max_tokens, prefill_costs))
+        model, target_s = StepCostModel(max_tokens, prefill_costs), config.target_itl_ms * 1e-3
+        return TargetBudget(max_tokens, target_s, model, steps_per_token=steps_per_token)
     if config.explicit_budget:
         return FixedBudget(max_tokens)
     return DefaultBudget(max_tokens, prefill_costs)

@@ -6,16 +6,19 @@ those that need a single token before those that need many; what is left over ad
 fit is cut and goes on later.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.kv_cache.manager import CachedPrefix, KVCacheManager
+from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.request import Request
 from tokenmill_engine.scheduler.budget import Allowance, BudgetPolicy
 from tokenmill_engine.scheduler.queue import WaitingQueue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
+from tokenmill_engine.scheduler.turns import Turns
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,54 +57,67 @@ class Decider:
         table: SlotTable,
         kv: KVCacheManager,
         waiting: WaitingQueue,
+        turns: Turns | None = None,
     ) -> None:
+        """`turns`: None if a request may be computed again while its last token is in flight."""
         self._by_priority = config.policy == "priority"
         self._budget = budget
         self._table = table
         self._kv = kv
         self._waiting = waiting
+        self._turns = turns
 
-    def decide(self, steps_in_flight: bool) -> Decision | None:
+    def decide(self, in_flight: Sequence[StepPlan]) -> Decision | None:
         """The next step, or None if there is nothing to do before a step in flight retires (or at all).
 
-        Preempting waits for the steps in flight: they may free the blocks, and nothing they yield is lost.
+        Preempting waits for the steps in flight: they may free the blocks, and nothing they yield is lost. With turns
+        it waits for the step that the victim is in alone: there are always others, and draining idles every stage.
         """
         running = self._table.running
         preempted: list[Request] = []
         first_needed = 0
         while True:
-            slots, num_scheduled, allowance = self._share_budget(running)
+            slots, num_scheduled, allowance = self._share_budget(running, in_flight)
             growing, needed = self._growth(slots, num_scheduled)
             free = self._kv.pool.num_free + self._kv.count_freed(r.request_id for r in preempted)
             if needed <= free:
                 break
-            if steps_in_flight:
+            victim = self._choose_victim(running)
+            if in_flight and (self._turns is None or self._turns.is_in_flight(victim.slot)):
                 return None
             first_needed = first_needed or needed
-            victim = self._choose_victim(running)
             preempted.append(victim)
             running = running[running != victim.slot]
-        if preempted:
+        if preempted and len(slots):
             return Decision(slots, num_scheduled, growing, preempted=preempted, num_blocks_needed=first_needed)
-        admissions = self._admit(allowance, free - needed) if self._waiting else []
+        # Nothing is left to compute without the victims: they keep their places until a step in flight retires.
+        admissions = self._admit(allowance, free - needed) if self._waiting and not preempted else []
         if len(slots) == 0 and not admissions:
             return None
         return Decision(slots, num_scheduled, growing, admissions)
 
-    def _share_budget(self, running: IntArray) -> tuple[IntArray, IntArray, Allowance]:
+    def _share_budget(self, running: IntArray, in_flight: Sequence[StepPlan]) -> tuple[IntArray, IntArray, Allowance]:
         """Rows to compute, tokens of each, and what is left: single tokens first, each kind in order of admission."""
         table = self._table
         num_tokens = table.num_tokens[running]
         unfinished = num_tokens < table.max_total[running]
         if not unfinished.all():
             running, num_tokens = running[unfinished], num_tokens[unfinished]
+        num_elsewhere = 0
+        if self._turns is not None:
+            num_unfinished, running = len(running), self._turns.ready(running)
+            num_elsewhere, num_tokens = num_unfinished - len(running), table.num_tokens[running]
         pending = num_tokens - table.num_computed[running]
         is_single = pending == 1
         num_single = int(np.count_nonzero(is_single))
-        singles = running if num_single == len(running) else running[is_single]
-        allowance = self._budget.for_step(num_single, int(num_tokens.sum(where=is_single)))
+        all_single = num_single == len(running)
+        singles, contexts = (running, num_tokens) if all_single else (running[is_single], num_tokens[is_single])
+        if self._turns is not None:
+            share = self._turns.share(num_single, num_elsewhere, in_flight)
+            singles, contexts = singles[:share], contexts[:share]
+        allowance = self._budget.for_step(len(singles), int(contexts.sum()), num_elsewhere)
         singles = singles[: allowance.num_decodes]
-        if num_single == len(running):
+        if all_single:
             return singles, np.ones(len(singles), dtype=np.int32), allowance
         many = (~is_single).nonzero()[0]
         num_computed = table.num_computed[running[many]]

@@ -30,6 +30,7 @@ from tokenmill_engine.scheduler.prompts import LastPrompt
 from tokenmill_engine.scheduler.queue import make_queue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 from tokenmill_engine.scheduler.stopping import Stop, append_tokens
+from tokenmill_engine.scheduler.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +62,14 @@ class Scheduler:
         kv: KVCacheManager,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        num_stages: int = 1,
     ) -> None:
         self._kv = kv
         self._eos_token_ids = eos_token_ids
         self._table = SlotTable(config.max_num_seqs, max_model_len, kv.block_size, hash_blocks=kv.enable_caching)
         self._waiting = make_queue(config.policy)
-        self._decider = Decider(config, budget, self._table, kv, self._waiting)
+        turns = Turns(num_stages, self._table) if num_stages > 1 else None
+        self._decider = Decider(config, budget, self._table, kv, self._waiting, turns)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_prompt = LastPrompt(kv.block_size, hash_blocks=kv.enable_caching)
@@ -118,7 +121,7 @@ class Scheduler:
 
     def schedule(self) -> Decision | None:
         """Decide the next step. None: nothing to do, or nothing before the oldest step in flight is committed."""
-        return self._decider.decide(steps_in_flight=bool(self._in_flight))
+        return self._decider.decide([step.plan for step in self._in_flight])
 
     def apply(self, decision: Decision) -> StepPlan:
         """Carry out a decision made on the present state; the plan must go to the executor next."""

@@ -36,6 +36,7 @@ class SlotTable:
         self.capacity = self._column()
         """Tokens that fit into the blocks held."""
         self.num_committed = self._column()
+        self.num_prompt = self._column()
         self.next_full = self._column()
         """`num_committed` at which one more block is full and can be named."""
         self.num_outputs = self._column()
@@ -77,6 +78,7 @@ class SlotTable:
         num_prompt = request.num_prompt_tokens
         self.requests[slot] = request
         self.request_ids[slot] = request.request_id
+        self.num_prompt[slot] = num_prompt
         self.num_tokens[slot] = num_prompt + len(saved)
         self.num_computed[slot] = self.num_committed[slot] = num_computed
         # A request that only scores its prompt still ends in one sampling row, whose token is dropped.

@@ -8,8 +8,22 @@ import torch
 from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
-from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.outputs import StepPlan, StepResult
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
+
+
+class PendingStep(Protocol):
+    """A step whose work is enqueued."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the device is done with the step. Call it once."""
+
+
+class Runner(Protocol):
+    """Carries plans out, in order."""
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Enqueue one step."""
 
 
 class Backend(Protocol):
@@ -30,7 +44,7 @@ class Backend(Protocol):
     def kv_bytes(self, block_bytes: int) -> int:
         """Memory for the KV cache. Raises StartupError if there is none, or less than is asked for."""
 
-    def start(self, kv_caches: KVCaches) -> ModelRunner:
+    def start(self, kv_caches: KVCaches) -> Runner:
         """A runner that has seen its kernels run once."""
 
     @property

@@ -10,15 +10,18 @@ from numpy.typing import NDArray
 from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.attention.selection import attention_backend
 from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.distributed.chain import ONE_STAGE, Chain
 from tokenmill_engine.kv_cache.spec import KVGroup
-from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
+from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker import memory
+from tokenmill_engine.worker.backend import Runner
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
+from tokenmill_engine.worker.stages import Inlet, RelayRunner, inlet_of
 from tokenmill_engine.worker.token_choice import TokenChooser
 from tokenmill_kernels.cpu import library
 
@@ -30,8 +33,13 @@ class CpuBackend:
 
     loads_beside = False
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises StartupError if the attention backend that is asked for by name cannot serve."""
+    def __init__(self, config: EngineConfig, chain: Chain = ONE_STAGE) -> None:
+        """`chain`: the workers that have the stages of the model.
+
+        Raises:
+            StartupError: the attention backend that is asked for by name cannot serve.
+        """
+        self._chain = chain
         self.device = torch.device("cpu")
         self._config = config
         dtype = TORCH_DTYPES[config.model.dtype]
@@ -55,21 +63,33 @@ class CpuBackend:
     def kv_bytes(self, block_bytes: int) -> int:
         return memory.cpu_kv_bytes(self._config, block_bytes)
 
-    def start(self, kv_caches: KVCaches) -> ModelRunner:
+    def start(self, kv_caches: KVCaches) -> Runner:
         block_size = self._config.cache.block_size
-        steps = CpuSteps(self._model, kv_caches, self._tables, block_size)
-        runner = ModelRunner(self._model, self._tables, steps)
+        runner = self._make_runner(kv_caches, block_size)
         longest = min(_WARM_UP_PROMPT, self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
         for tokens_each in (longest, 1):
             runner.execute(rehearsal_plan(1, tokens_each, self._num_groups, block_size, GREEDY)).wait()
         return runner
 
+    def _make_runner(self, kv_caches: KVCaches, block_size: int) -> Runner:
+        model, tables, chain = self._model, self._tables, self._chain
+        if not model.stage.is_last:
+            return RelayRunner(model, kv_caches, tables, block_size, chain)
+        return ModelRunner(model, tables, CpuSteps(model, kv_caches, tables, block_size, inlet_of(model, chain)))
+
 
 class CpuSteps:
     """Steps that are done when their calls return."""
 
-    def __init__(self, model: DenseDecoder, kv_caches: KVCaches, tables: SlotTables, block_size: int) -> None:
-        self.model, self.kv_caches, self.tables = model, kv_caches, tables
+    def __init__(
+        self,
+        model: DenseDecoder,
+        kv_caches: KVCaches,
+        tables: SlotTables,
+        block_size: int,
+        inlet: Inlet | None = None,
+    ) -> None:
+        self.model, self.kv_caches, self.tables, self.inlet = model, kv_caches, tables, inlet
         self.preparer = CpuPreparer(tables, block_size)
         self.chooser = TokenChooser(model, tables)
 
@@ -80,6 +100,8 @@ class CpuSteps:
 class _CpuStep:
     def __init__(self, steps: CpuSteps, plan: StepPlan) -> None:
         self._started = time.perf_counter()
+        self._slowest_s = 0.0
+        """What another stage took, the one that took longest."""
         self._steps, self._plan = steps, plan
         steps.tables.apply(plan)
         self._inputs = steps.preparer.prepare(plan)
@@ -87,10 +109,17 @@ class _CpuStep:
 
     def forward(self, every_token: bool) -> Hidden:
         steps, index = self._steps, self._inputs.logit_index
+        incoming = self._receive(steps.inlet) if steps.inlet is not None else None
         if not every_token:
-            return Hidden(steps.model.forward(self._inputs.batch, steps.kv_caches, index))
-        every = steps.model.forward(self._inputs.batch, steps.kv_caches)
+            return Hidden(steps.model.forward(self._inputs.batch, steps.kv_caches, index, incoming=incoming))
+        every = steps.model.forward(self._inputs.batch, steps.kv_caches, incoming=incoming)
         return Hidden(every if index is None else every.index_select(0, index), every)
+
+    def _receive(self, inlet: Inlet) -> Stream:
+        stream, self._slowest_s = inlet.receive(self._plan)
+        # The other stages' time does not come on top: all of them work at once, on different steps.
+        self._started = time.perf_counter()
+        return stream
 
     def sample(self, hidden: Hidden) -> Sampled:
         sampled = self._steps.chooser.choose(hidden.chosen, self.rows)
@@ -98,7 +127,8 @@ class _CpuStep:
         return sampled
 
     def finish(self, sampled: Sampled) -> "_Finished":
-        return _Finished(sampled.token_ids.numpy(), time.perf_counter() - self._started)
+        elapsed_s = max(self._slowest_s, time.perf_counter() - self._started)
+        return _Finished(sampled.token_ids.numpy(), elapsed_s)
 
 
 class _Finished:

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
-from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.outputs import SampledTokens, StepPlan
 from tokenmill_engine.worker.slots import SlotTables
 
 
@@ -102,9 +102,19 @@ class CpuPreparer:
             for table in self._block_tables
         ]
 
+    def take_in(self, sampled: SampledTokens | None) -> None:
+        """Write tokens that another worker sampled."""
+        if sampled is not None:
+            self._token_ids[sampled.slots, sampled.positions] = sampled.token_ids
+            self._num_tokens[sampled.slots] = sampled.positions + 1
+
+    def count(self, plan: StepPlan) -> None:
+        """The plan's tokens are computed."""
+        self._num_computed[plan.slots] += plan.num_scheduled
+
     def advance(self, plan: StepPlan, rows: StepRows, token_ids: torch.Tensor) -> None:
         """Count the plan's tokens as computed and append the sampled ones, int32 [num_samples]."""
-        self._num_computed[plan.slots] += plan.num_scheduled
+        self.count(plan)
         slots = rows.sample_slots
         # A request that is over on the host may run one step ahead: its row never grows past the table.
         end = np.minimum(self._num_tokens[slots], self._token_ids.shape[1] - 1)

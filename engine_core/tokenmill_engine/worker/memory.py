@@ -105,21 +105,24 @@ def cuda_kv_bytes(memory: DeviceMemory, use: MeasuredUse, cache: CacheConfig, bl
 
 
 def cpu_kv_bytes(config: EngineConfig, block_bytes: int) -> int:
-    """On a CPU: what the configuration states, else a quarter of the available host memory, shared by the engine
-    cores, and at most 4 GiB each.
+    """On a CPU, for one worker: what the configuration states, else its part of a quarter of the available host memory,
+    shared by the engine cores, and at most 4 GiB each.
 
     Raises:
         StartupError: more is asked for than the host has.
     """
     available = available_host_bytes()
     stated = explicit_bytes(config.cache, block_bytes)
+    num_workers = config.parallel.world_size
     if stated is None:
-        return int(min(_CPU_MAX_BYTES, _CPU_SHARE * available / config.data_parallel_size_local))
-    if stated > available:
+        return int(min(_CPU_MAX_BYTES, _CPU_SHARE * available / config.data_parallel_size_local)) // num_workers
+    needed = stated * num_workers
+    if needed > available:
+        would_work = available // 2 // num_workers
         raise StartupError(
-            f"the KV cache would take {gib(stated)} and {gib(available)} of host memory are available; "
-            f"pass --kv-cache-memory-bytes {available // 2} or less, or --num-gpu-blocks-override "
-            f"{available // 2 // block_bytes} or less"
+            f"the KV cache would take {gib(needed)} and {gib(available)} of host memory are available; "
+            f"pass --kv-cache-memory-bytes {would_work} or less, or --num-gpu-blocks-override "
+            f"{would_work // block_bytes} or less"
         )
     return stated
 

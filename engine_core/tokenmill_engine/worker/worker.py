@@ -8,16 +8,17 @@ from contextlib import contextmanager
 import torch
 
 from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.config.stages import Stage, share_layers
+from tokenmill_engine.distributed.chain import ONE_STAGE, Chain
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
 from tokenmill_engine.models.loader import WeightLoading, build_model
 from tokenmill_engine.outputs import KVCapacity, StepPlan
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.backend import Backend
+from tokenmill_engine.worker.backend import Backend, PendingStep, Runner
 from tokenmill_engine.worker.cpu import CpuBackend
-from tokenmill_engine.worker.model_runner import ModelRunner
-from tokenmill_engine.worker.results import PendingResult
 from tokenmill_engine.worker.slots import SlotShape
 
 logger = logging.getLogger(__name__)
@@ -29,11 +30,17 @@ _SPARE_TOKENS = 16
 class Worker:
     """One device. `initialize` once, then `execute` plans in order, from one thread at a time."""
 
-    def __init__(self, config: EngineConfig, device_index: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, device_index: int = 0, group: Group = ALONE, chain: Chain = ONE_STAGE
+    ) -> None:
+        """`group`: the workers that this one computes each layer with; `chain`: those that have the other stages of the
+        model. They stay the caller's to close."""
         self._config = config
         self._device_index = device_index
+        self._group = group
+        self._chain = chain
         self._phases: dict[str, float] = {}
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
 
     def initialize(self) -> KVCapacity:
         """Load the model, size and allocate the KV cache, warm up.
@@ -46,7 +53,7 @@ class Worker:
         with self._phase("device"):
             backend = self._claim_device()
         with self._phase("model"):
-            model = build_model(config.model, backend.device, backend.attention)
+            model = build_model(config.model, backend.device, backend.attention, self._group, self._stage())
             groups = group_layers(model.kv_specs)
             tables = backend.make_tables(self._slot_shape(len(groups)))
         with WeightLoading(model, config.model) as loading:
@@ -56,7 +63,8 @@ class Worker:
                 backend.attach(model, tables, groups)
                 # All groups take their blocks from one pool.
                 block_bytes = max(group.block_bytes(config.cache.block_size) for group in groups)
-                num_blocks = memory.blocks_in(backend.kv_bytes(block_bytes), block_bytes)
+                # One plan is for all workers: each has the same blocks, of its own heads.
+                num_blocks = self._agree(memory.blocks_in(backend.kv_bytes(block_bytes), block_bytes))
                 max_model_len = memory.fit_model_len(config.model, num_blocks, config.cache.block_size, groups)
             with self._phase("allocate"):
                 dtype = TORCH_DTYPES[config.model.dtype]
@@ -80,7 +88,7 @@ class Worker:
         self._report(capacity)
         return capacity
 
-    def execute(self, plan: StepPlan) -> PendingResult:
+    def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue one step on the device."""
         if self._runner is None:
             raise RuntimeError("the worker is not initialized")
@@ -90,9 +98,19 @@ class Worker:
         """Let go of the device's memory."""
         self._runner = None
 
+    def _agree(self, num_blocks: int) -> int:
+        """What all workers have: the least of each stage, and then of all stages."""
+        for workers in (self._group, self._chain):
+            num_blocks = num_blocks if workers.size == 1 else workers.agree_min(num_blocks)
+        return num_blocks
+
+    def _stage(self) -> Stage:
+        num_layers = self._config.model.architecture.num_layers
+        return share_layers(num_layers, self._chain.size, self._config.parallel.pipeline_layers)[self._chain.rank]
+
     def _claim_device(self) -> Backend:
         if self._config.device.kind == "cpu":
-            return CpuBackend(self._config)
+            return CpuBackend(self._config, self._chain)
         # Importing it imports Triton, which only GPUs need.
         from tokenmill_engine.worker.cuda import CudaBackend
 
@@ -129,10 +147,11 @@ class Worker:
         num_tokens = capacity.num_blocks // len(capacity.groups) * capacity.block_size
         logger.info("attention backend: %s", capacity.attention_backend)
         logger.info(
-            "KV cache: %d tokens in %d blocks (%s); maximum concurrency for %d tokens per request: %.2fx",
+            "KV cache: %d tokens in %d blocks (%s%s); maximum concurrency for %d tokens per request: %.2fx",
             num_tokens,
             capacity.num_blocks,
             memory.gib(capacity.kv_cache_bytes),
+            " per worker" if self._group.size * self._chain.size > 1 else "",
             capacity.max_model_len,
             num_tokens / capacity.max_model_len,
         )

@@ -31,6 +31,8 @@ def facts_of(config: EngineConfig, parallel: DataParallelConfig) -> Facts:
     }
     engine_flags = {
         "--device": config.device.kind,
+        "--tensor-parallel-size": config.parallel.tensor_parallel_size,
+        "--pipeline-parallel-size": config.parallel.pipeline_parallel_size,
         "--enforce-eager": config.device.enforce_eager,
         "--attention-backend": config.device.attention_backend,
         "--max-num-batched-tokens": f"{scheduler.max_num_batched_tokens}"

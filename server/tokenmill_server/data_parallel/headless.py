@@ -6,7 +6,6 @@ tokens do not pass here: API servers and engine cores speak to each other direct
 
 import contextlib
 import logging
-import os
 import time
 
 import msgspec
@@ -36,7 +35,14 @@ from tokenmill_server.engine_news import log_engine
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
-from tokenmill_server.launching import child_environment, end_at_once, stop_signals, stopped_early
+from tokenmill_server.launching import (
+    child_environment,
+    end_at_once,
+    may_spawn_early,
+    stop_signals,
+    stopped_early,
+    workers_asked_for,
+)
 from tokenmill_server.liveness import Liveness
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
@@ -73,7 +79,7 @@ def serve_headless(values: FlagValues, parallel: DataParallelConfig) -> int:
             removes_run_dir=True,
         )
         stack.callback(engines.stop)
-        spawn_first = parallel.size_local <= len(os.sched_getaffinity(0))
+        spawn_first = may_spawn_early(parallel.size_local, workers_asked_for(values))
         if spawn_first:
             _spawn(engines, values, parallel, run_dir)
         with signals.handled_by(lambda number: end_at_once(number, engines, run_dir)):
@@ -89,7 +95,13 @@ def serve_headless(values: FlagValues, parallel: DataParallelConfig) -> int:
 
 
 def _spawn(engines: EngineSupervisor, values: FlagValues, parallel: DataParallelConfig, run_dir: RunDir) -> None:
-    engines.spawn(parallel.size_local, values["device"], child_environment(run_dir), parallel.start_rank)
+    engines.spawn(
+        parallel.size_local,
+        values["device"],
+        child_environment(run_dir),
+        first_rank=parallel.start_rank,
+        num_workers=workers_asked_for(values),
+    )
 
 
 def _without_key(update: EngineUpdate) -> EngineUpdate:

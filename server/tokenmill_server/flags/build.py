@@ -25,6 +25,7 @@ from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
+from tokenmill_server.flags.workers import resolve_workers
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     parallel = resolve_data_parallel(values)
     files = resolve_model(values["model"], values["tokenizer"])
     device = detect_device(values["device"])
+    workers = resolve_workers(values, files.architecture, device, parallel.size_local)
     if device.kind == "cpu" and values.is_given("gpu_memory_utilization"):
         logger.warning(
             "%s has no effect on the CPU; use --kv-cache-memory-bytes to size the KV cache",
@@ -57,14 +59,15 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     if load_format != "dummy":
         check_weights(files)
     _check_tokenizer(files)
-    _check_memory(values, files, device, dtype, parallel.size_local)
+    _check_memory(values, files, device, dtype, (parallel.size_local, workers.world_size))
     names = values["served_model_name"] or (files.name,)
     engine = EngineConfig(
         model=_model_config(values, files, load_format, dtype),
         cache=CacheConfig(**_section(values, "cache")),
         scheduler=_scheduler_config(values, device, offline=offline),
-        device=_device_config(values, files, device, dtype, parallel.size_local),
+        device=_device_config(values, files, device, dtype, parallel.size_local * workers.world_size),
         observability=_observability_config(values, names[0]),
+        parallel=workers,
         data_parallel_size=len(parallel.served_ranks),
         data_parallel_size_local=parallel.size_local,
         data_parallel_first_rank=parallel.served_ranks.start,
@@ -106,13 +109,8 @@ def _check_contradictions(values: FlagValues) -> None:
         ("uds", "host", "a server listens on a Unix socket or on an address"),
         ("num_gpu_blocks_override", "kv_cache_memory_bytes", "both set the size of the KV cache"),
     ):
-        if not (values.is_given(first) and values.is_given(second)):
-            continue
-        weaker = [key for key in (first, second) if key in values.from_environment]
-        if len(weaker) == 1:
-            values.reset(weaker[0])
-        else:
-            raise ConfigError(f"{values.written(first)} contradicts {values.written(second)}: {advice}; leave one out")
+        if values.is_given(first) and values.is_given(second):
+            values.settle(first, second, advice)
     if values["disable_log_stats"] and values.is_given("metrics_namespace"):
         raise ConfigError(
             f"{values.written('disable_log_stats')} contradicts {values.written('metrics_namespace')}: "
@@ -139,9 +137,12 @@ def _check_tokenizer(files: ModelFiles) -> None:
         raise ConfigError(f"{path} has no tokenizer.json; name a folder that has one with --tokenizer")
 
 
-def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, engines: int) -> None:
-    """Weights alone must fit into this machine `engines` times; what is left for the KV cache is measured after
-    loading."""
+def _check_memory(
+    values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, counts: tuple[int, int]
+) -> None:
+    """Weights alone must fit into this machine once for each of its engine cores, the first of `counts`; what is left
+    for the KV cache is measured after loading, unless its bytes for each worker, the second of them, are given."""
+    engines, workers = counts
     size_flag = "data_parallel_size_local" if values.is_given("data_parallel_size_local") else "data_parallel_size"
     if engines == 0:
         return
@@ -156,11 +157,11 @@ def _check_memory(values: FlagValues, files: ModelFiles, device: DeviceInfo, dty
         needed = weights
     else:
         room, owner = device.total_memory_bytes, "this machine"
-        needed = engines * (weights + (values["kv_cache_memory_bytes"] or 0))
+        needed = engines * (weights + workers * (values["kv_cache_memory_bytes"] or 0))
     if needed > room:
         remedy = "a smaller model" if engines == 1 else f"a smaller --{FLAGS[size_flag].name} than {engines}"
         if values["kv_cache_memory_bytes"] and engines * weights < room:
-            remedy = f"--kv-cache-memory-bytes {(room // engines - weights) // 2}"
+            remedy = f"--kv-cache-memory-bytes {(room // engines - weights) // workers // 2}"
         raise StartupError(
             f"weights and KV cache need {needed / _GIB:.1f} GiB, {owner} has {room / _GIB:.1f} GiB to give; "
             f"use {remedy}"
@@ -220,10 +221,10 @@ def _scheduler_config(values: FlagValues, device: DeviceInfo, *, offline: bool) 
 
 
 def _device_config(
-    values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, engines: int
+    values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, num_workers: int
 ) -> DeviceConfig:
-    """`engines` share the cores of this machine."""
-    threads = max(1, cpu_threads() // max(1, engines)) if device.kind == "cpu" else 1
+    """`num_workers` of all engine cores share the cores of this machine."""
+    threads = max(1, cpu_threads() // max(1, num_workers)) if device.kind == "cpu" else 1
     requested, origin = values["attention_backend"], values.written("attention_backend")
     backend = resolve_attention_backend(requested, origin, device, files.architecture.head_dim, dtype)
     return DeviceConfig(**_section(values, "device", kind=device.kind, num_threads=threads, attention_backend=backend))

@@ -1,9 +1,18 @@
 """The rows of the table of flags that say how many processes there are, and where they run."""
 
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
-from tokenmill_server.flags.parsers import boolean, integer, text
+from tokenmill_server.flags.parsers import boolean, integer, integer_list, one_of, text
 
 _MAX_RANKS = 256
+_MAX_WORKERS = 256
+_EXECUTORS = one_of(
+    "uni",
+    "mp",
+    refused={
+        "ray": "the workers of an engine core are processes on its own machine, started without Ray",
+        "external_launcher": "an engine core starts its workers itself",
+    },
+)
 
 PARALLEL = (
     Flag(
@@ -27,6 +36,48 @@ PARALLEL = (
         "engine.data_parallel_size",
         metavar="N",
         short=("-dp",),
+    ),
+    Flag(
+        "tensor-parallel-size",
+        Group.PARALLEL,
+        integer(1, _MAX_WORKERS),
+        1,
+        "Worker processes of each engine core that share one copy of the model: each has a part of every layer and of "
+        "the KV cache. On the CPU alone in this version. The model's heads and feed-forward width must divide",
+        "parallel.tensor_parallel_size",
+        metavar="N",
+        short=("-tp",),
+    ),
+    Flag(
+        "pipeline-parallel-size",
+        Group.PARALLEL,
+        integer(1, _MAX_WORKERS),
+        1,
+        "Stages of each engine core's model, one after another: each has some of the layers, in --tensor-parallel-size "
+        "worker processes. On the CPU alone in this version",
+        "parallel.pipeline_parallel_size",
+        metavar="N",
+        short=("-pp",),
+    ),
+    Flag(
+        "pipeline-parallel-layers",
+        Group.PARALLEL,
+        integer_list(1),
+        None,
+        "Layers of each stage, such as 10,12,10. Default: as evenly as can be",
+        "parallel.pipeline_layers",
+        metavar="N,N,...",
+        env=(EnvAlias("VLLM_PP_LAYER_PARTITION"),),
+    ),
+    Flag(
+        "distributed-executor-backend",
+        Group.PARALLEL,
+        _EXECUTORS,
+        None,
+        "Where workers compute: uni (one, in the engine core's process) or mp (processes of their own, on the CPU "
+        "alone in this version). Default: mp with more than one, else uni",
+        "parallel.executor",
+        metavar="uni|mp",
     ),
     Flag(
         "data-parallel-size-local",

@@ -75,6 +75,20 @@ def _signed_size(text: str) -> int:
     return -parse_size(text[1:]) if text.startswith("-") else parse_size(text)
 
 
+def integer_list(minimum: int) -> Parser:
+    """Whole numbers from `minimum` on: a list, or a text with commas between them."""
+    parse_one = integer(minimum)
+
+    def parse(value: object) -> tuple[int, ...]:
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        try:
+            return tuple(parse_one(item) for item in items)
+        except ValueError:
+            raise ValueError(f"whole numbers from {minimum} on with commas between them, such as 4,6,4") from None
+
+    return parse
+
+
 def length_or_auto(value: object) -> int | str:
     """A number of tokens, or `auto` (also written -1)."""
     if value in ("auto", -1, "-1"):
@@ -129,14 +143,16 @@ def text_list(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text(item) for item in items))
 
 
-def one_of(*choices: str, aliases: dict[str, str] | None = None) -> Parser:
-    """One of `choices`, in any case; `aliases` maps other spellings to them."""
+def one_of(*choices: str, aliases: dict[str, str] | None = None, refused: dict[str, str] | None = None) -> Parser:
+    """One of `choices`, in any case; `aliases` maps other spellings to them, `refused` has the reasons against values
+    that users of vLLM may give."""
     spellings = {choice.lower(): choice for choice in choices} | (aliases or {})
     wanted = f"one of {', '.join(choices)}"
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or value.lower() not in spellings:
-            raise ValueError(wanted)
+            reason = (refused or {}).get(str(value).lower())
+            raise ValueError(wanted if reason is None else f"{wanted} ({reason})")
         return spellings[value.lower()]
 
     return parse

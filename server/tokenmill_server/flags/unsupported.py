@@ -48,14 +48,11 @@ def _switch(name: str, neutral: str, short: str | None = None, remark: str = "")
 
 _ROWS = [
     # Parallel
-    _value("tensor-parallel-size", "1", short="-tp", remark="use --data-parallel-size for several copies of the model"),
-    _value("pipeline-parallel-size", "1", short="-pp"),
     _value("decode-context-parallel-size", "1", short="-dcp"),
     _value("prefill-context-parallel-size", "1", short="-pcp"),
     _switch("enable-expert-parallel", "false", short="-ep"),
     _value("data-parallel-backend", "mp", short="-dpb"),
     _switch("data-parallel-multi-port-external-lb", "false", short="-dpm"),
-    _value("distributed-executor-backend", "uni", "mp"),
     _value("nnodes", "1"),
     _value("node-rank", "0"),
     *_values("master-addr", "master-port", "max-parallel-loading-workers", "worker-cls", "worker-extension-cls"),
@@ -152,6 +149,7 @@ UNSUPPORTED = MappingProxyType({row.key: row for row in _ROWS})
 IGNORED_ENVIRONMENT = MappingProxyType(
     {
         "VLLM_USE_V1": "there is one engine",
+        "VLLM_WORKER_MULTIPROC_METHOD": "every process is started anew, none is forked",
         "VLLM_CPU_OMP_THREADS_BIND": "the number of threads follows from the cores this process may use",
         "VLLM_BATCH_INVARIANT": "use --dtype float32 for output that does not depend on the batch",
     }

@@ -55,6 +55,17 @@ class FlagValues:
         self.given.pop(key, None)
         self.from_environment.discard(key)
 
+    def settle(self, first: str, second: str, advice: str) -> None:
+        """For two given flags that cannot both hold: one from the environment yields to the other.
+
+        Raises:
+            ConfigError: both are as strong. `advice` says why they contradict each other.
+        """
+        weaker = [key for key in (first, second) if key in self.from_environment]
+        if len(weaker) != 1:
+            raise ConfigError(f"{self.written(first)} contradicts {self.written(second)}: {advice}; leave one out")
+        self.reset(weaker[0])
+
     def offer(self, key: str, value: object, origin: Origin) -> None:
         """Takes a value unless a stronger source already gave one.
 

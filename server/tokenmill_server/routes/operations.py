@@ -52,7 +52,8 @@ async def metrics(request: Request) -> Response:
     if context.remote_metrics is not None:
         await context.remote_metrics.fetch()
     try:
-        text = await asyncio.to_thread(render_metrics, directory, os.getppid())
+        has_workers = context.engine_config.parallel.executor == "mp"
+        text = await asyncio.to_thread(render_metrics, directory, os.getppid(), has_workers=has_workers)
     except FileNotFoundError:
         text = b""
     if text or os.path.isdir(directory):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import zmq
 
 from tests.support.server import wait_for
+from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.ipc.ids import client_identity, make_request_id
 from tokenmill_engine.ipc.sockets import connect_dealer
 from tokenmill_engine.mailboxes import Inbox, Outbox
@@ -61,6 +63,18 @@ class TestInbox:
         seen: list[ClientMessage] = []
         assert inbox.drain(seen.append, wait=False, timeout_s=None)
         assert inbox.drain(seen.append, wait=True, timeout_s=0.001)
+        assert seen == []
+
+    def test_a_failure_overtakes_what_is_queued_and_wakes_who_waits(self, inbox: Inbox) -> None:
+        failing = threading.Thread(target=lambda: (time.sleep(0.05), inbox.fail(EngineDeadError("a worker ended"))))
+        failing.start()
+        with pytest.raises(EngineDeadError, match="a worker ended"):
+            inbox.drain(print, wait=True, timeout_s=None)
+        failing.join()
+        inbox.put(Hello(1))
+        seen: list[ClientMessage] = []
+        with pytest.raises(EngineDeadError):
+            inbox.drain(seen.append, wait=False, timeout_s=None)
         assert seen == []
 
     def test_stop_overtakes_what_is_queued(self, inbox: Inbox) -> None:

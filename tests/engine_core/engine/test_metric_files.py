@@ -125,7 +125,7 @@ sys.stdin.read()
 
 def test_each_living_process_of_a_server_says_what_it_costs(tmp_path: Path) -> None:
     """By its role, not by its number; strangers that have the number of a dead one are left out."""
-    titles = ["tokenmill: engine core 0", "tokenmill: api server 0", "stranger"]
+    titles = ["tokenmill: engine core 0", "tokenmill: api server 0", "stranger", "tokenmill: worker 0.1"]
     children = [
         subprocess.Popen([sys.executable, "-c", _TITLED, title], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for title in titles
@@ -134,10 +134,12 @@ def test_each_living_process_of_a_server_says_what_it_costs(tmp_path: Path) -> N
         for child in children:
             assert child.stdout is not None
             child.stdout.readline()
+        for child in children[:3]:  # workers write no metrics
             (tmp_path / f"counter_{child.pid}.db").touch()
-        values = samples(render_metrics(str(tmp_path), os.getpid()).decode())
-        roles = {match[1] for name in values if (match := re.search(r'process="([^"]*)"', name))}
-        assert roles == {"engine core 0", "api server 0"}
+        for has_workers in (True, False):
+            values = samples(render_metrics(str(tmp_path), os.getpid(), has_workers=has_workers).decode())
+            roles = {match[1] for name in values if (match := re.search(r'process="([^"]*)"', name))}
+            assert roles == {"engine core 0", "api server 0", *(["worker 0.1"] if has_workers else [])}
         engine = psutil.Process(children[0].pid)
         label = '{process="engine core 0"}'
         assert values[f"process_start_time_seconds{label}"] == pytest.approx(engine.create_time(), abs=1)

@@ -1,5 +1,6 @@
 """What an engine core prepares before it knows its configuration, in processes of their own."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,16 +15,40 @@ SCRIPT = """
 import dataclasses, sys, threading
 from tests.support.engine_process import tiny_engine_config
 from tokenmill_engine.config.engine import DeviceConfig
+from tokenmill_engine.ipc.control import EngineStart
+from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.preparation import Preparation
 config = dataclasses.replace(tiny_engine_config(), device=DeviceConfig(kind=sys.argv[1]))
 preparation = Preparation(may_use_gpu=True)
 try:
-    executor, capacity = preparation.start_executor(config)
+    start = EngineStart(0, 0, "/run", local_endpoints("/run", 0), config, 0.0)
+    executor, capacity = preparation.start_executor(start, print)
     executor.shutdown()
     print("ready", capacity.num_blocks)
 except ImportError as error:
     print("failed:", error)
 """
+
+WORKERS = """
+import dataclasses, json, sys, tempfile, psutil
+from tests.support.engine_process import tiny_engine_config
+from tokenmill_engine.config.parallel import ParallelConfig
+from tokenmill_engine.ipc.control import EngineStart
+from tokenmill_engine.ipc.sockets import local_endpoints
+from tokenmill_engine.preparation import Preparation
+executor, prepared, needed, may_use_gpu = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["gpu"]
+config = dataclasses.replace(tiny_engine_config(), parallel=ParallelConfig(needed, executor=executor))
+preparation = Preparation(may_use_gpu=may_use_gpu, num_workers=prepared)
+early = [child.pid for child in psutil.Process().children()]
+with tempfile.TemporaryDirectory() as folder:
+    start = EngineStart(0, 0, folder, local_endpoints(folder, 0), config, 0.0)
+    executor, capacity = preparation.start_executor(start, print)
+    serving = [child.pid for child in psutil.Process().children()]
+    executor.shutdown()
+    left = psutil.Process().children()
+print(json.dumps([len(early), len(serving), early == serving, len(left)]))
+"""
+"""What there is before the configuration is known, and after the start."""
 
 
 @pytest.fixture
@@ -61,3 +86,28 @@ def test_a_broken_triton_fails_a_start_on_a_gpu_only(machine: dict[str, str]) ->
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_nothing_is_prepared_for_gpus_that_are_hidden(machine: dict[str, str], visible: str) -> None:
     assert run(machine, "cpu", CUDA_VISIBLE_DEVICES=visible) == ["ready 64"]
+
+
+@pytest.mark.parametrize(
+    ("executor", "prepared", "needed", "expected"),
+    [
+        ("mp", 2, 2, [2, 2, True, 0]),
+        ("mp", 0, 1, [0, 1, False, 0]),
+        ("mp", 1, 2, [1, 2, False, 0]),
+        ("uni", 1, 1, [1, 0, False, 0]),
+    ],
+)
+def test_workers_are_those_that_were_prepared_if_they_are_what_it_takes(
+    executor: str, prepared: int, needed: int, expected: list[object]
+) -> None:
+    command = [sys.executable, "-c", WORKERS, executor, str(prepared), str(needed)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert json.loads(done.stdout) == expected
+
+
+@pytest.mark.parametrize(("executor", "serving"), [("uni", 0), ("mp", 1)])
+def test_a_single_worker_waits_until_there_is_no_gpu(machine: dict[str, str], executor: str, serving: int) -> None:
+    """On one it would be this process, which loses no time then."""
+    command = [sys.executable, "-c", WORKERS, executor, "1", "1", "gpu"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=machine)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, serving, serving == 0, 0]

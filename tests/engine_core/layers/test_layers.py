@@ -5,24 +5,25 @@ import torch
 from torch.nn import functional as F
 
 from tokenmill_engine.layers.embedding import LMHead, TokenEmbedding
-from tokenmill_engine.layers.linear import Linear, Placement
+from tokenmill_engine.layers.linear import Linear
 from tokenmill_engine.layers.mlp import GatedMLP
 from tokenmill_engine.layers.norm import RMSNorm
+from tokenmill_engine.layers.placement import Placement, Target, whole
 
 FLOAT32 = Placement(torch.float32, torch.device("cpu"))
 
 
-def fill(targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fill(targets: dict[str, Target]) -> dict[str, torch.Tensor]:
     """Random values in every target; returns copies by name."""
     generator = torch.Generator().manual_seed(0)
     for target in targets.values():
-        target.copy_(torch.randn(target.shape, generator=generator))
-    return {name: target.clone() for name, target in targets.items()}
+        target.view.copy_(torch.randn(target.shape, generator=generator))
+    return {name: target.view.clone() for name, target in targets.items()}
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_stacked_projections_equal_separate_ones(has_bias: bool) -> None:
-    linear = Linear(24, {"q": 16, "k": 8, "v": 5}, has_bias, FLOAT32)
+    linear = Linear(whole(24), {"q": whole(16), "k": whole(8), "v": whole(5)}, has_bias, FLOAT32)
     weights = fill(dict(linear.targets("attn.")))
     linear.finalize()
     names = {f"attn.{part}.{kind}" for part in "qkv" for kind in (["weight", "bias"] if has_bias else ["weight"])}

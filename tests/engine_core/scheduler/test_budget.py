@@ -148,6 +148,16 @@ class TestTarget:
         budget = make_budget(config(target_itl_ms=10), H100_COSTS)
         assert take_all(budget, 0, 0, [(9000, 0)]) == [8192]
 
+    @pytest.mark.parametrize("steps_per_token", [2, 5])
+    def test_several_steps_from_token_to_token_share_it(self, steps_per_token: int) -> None:
+        """Of which some may have nothing but prompts: streams wait for those as well."""
+        shared = make_budget(config(target_itl_ms=100), H100_COSTS, steps_per_token)
+        alone = make_budget(config(target_itl_ms=100 / steps_per_token), H100_COSTS)
+        assert take_all(shared, 16, 9000, [(9000, 0)]) == take_all(alone, 16, 9000, [(9000, 0)])
+        allowance = shared.for_step(0, 0, num_elsewhere=16)
+        assert 0 < allowance.grant(9000, 0) < 9000 // steps_per_token
+        assert f"within {100 / steps_per_token:g} ms" in shared.describe()
+
     def test_the_largest_chunk_that_fits_no_larger_one(self) -> None:
         model = StepCostModel(8192, H100_COSTS)
         budget = TargetBudget(8192, 0.030, model)

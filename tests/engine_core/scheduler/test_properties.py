@@ -54,7 +54,7 @@ def erratic_cost(plan: StepPlan) -> float:
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> tuple[Setting, list[Arrival]]:
+def traffic(draw: st.DrawFn, num_stages: int = 1) -> tuple[Setting, list[Arrival]]:
     setting = Setting(
         num_groups=draw(st.sampled_from([1, 1, 2])),
         block_size=draw(st.sampled_from([1, 2, 4])),
@@ -62,6 +62,7 @@ def traffic(draw: st.DrawFn) -> tuple[Setting, list[Arrival]]:
         budget=draw(st.sampled_from([1, 3, 8, 64])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         depth=draw(st.sampled_from([1, 2, 3])),
+        num_stages=num_stages,
         caching=draw(st.booleans()),
         explicit_budget=draw(st.booleans()),
         target_itl_ms=draw(st.sampled_from([None, None, 1.0, 12.0])),
@@ -129,4 +130,19 @@ def test_every_request_is_answered_as_if_it_were_alone(case: tuple[Setting, list
 @settings(max_examples=2000)
 @given(traffic())
 def test_every_request_is_answered_as_if_it_were_alone_at_length(case: tuple[Setting, list[Arrival]]) -> None:
+    check_traffic(case)
+
+
+@settings(max_examples=150)
+@given(st.integers(2, 4).flatmap(lambda num_stages: traffic(num_stages)))
+def test_every_request_is_answered_as_if_it_were_alone_by_stages(case: tuple[Setting, list[Arrival]]) -> None:
+    check_traffic(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(st.integers(2, 4).flatmap(lambda num_stages: traffic(num_stages)))
+def test_every_request_is_answered_as_if_it_were_alone_by_stages_at_length(
+    case: tuple[Setting, list[Arrival]],
+) -> None:
     check_traffic(case)

@@ -8,6 +8,7 @@ import torch
 
 from tests.engine_core.worker.conftest import tiny_engine_config
 from tokenmill_engine.config.engine import CacheConfig
+from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.worker import memory
@@ -62,6 +63,25 @@ def test_cpu_default_is_a_bounded_share_for_each_engine(monkeypatch: pytest.Monk
     assert memory.cpu_kv_bytes(replace(config, data_parallel_size=4, data_parallel_size_local=2), BLOCK_BYTES) == GIB
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 800 * GIB)
     assert memory.cpu_kv_bytes(config, BLOCK_BYTES) == 4 * GIB
+
+
+def test_cpu_workers_of_an_engine_have_its_share_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4)
+    config = replace(tiny_engine_config(cache=CacheConfig()), parallel=parallel)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 8 * GIB)
+    assert memory.cpu_kv_bytes(config, BLOCK_BYTES) == GIB // 2
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 800 * GIB)
+    assert memory.cpu_kv_bytes(config, BLOCK_BYTES) == GIB
+
+
+def test_cpu_gives_every_worker_what_is_stated_if_the_host_has_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4)
+    config = replace(tiny_engine_config(cache=CacheConfig(kv_cache_memory_bytes=2 * GIB)), parallel=parallel)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 8 * GIB)
+    assert memory.cpu_kv_bytes(config, BLOCK_BYTES) == 2 * GIB
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 8 * GIB - 1)
+    with pytest.raises(StartupError, match=rf"would take 8\.00 GiB and 7\.99 GiB .*bytes {GIB - 1} or less"):
+        memory.cpu_kv_bytes(config, BLOCK_BYTES)
 
 
 def test_cpu_refuses_more_than_the_host_has() -> None:

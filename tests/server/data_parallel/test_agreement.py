@@ -45,6 +45,8 @@ def test_alike_wherever_the_files_are(tmp_path: Path) -> None:
         (["--enforce-eager"], "--enforce-eager False and this launcher True"),
         (["--attention-backend", "native"], "--attention-backend auto and this launcher native"),
         (["--no-async-scheduling"], "--async-scheduling True and this launcher False"),
+        (["-tp", "3"], "--tensor-parallel-size 1 and this launcher 3"),
+        (["-pp", "2"], "--pipeline-parallel-size 1 and this launcher 2"),
         (["--seed", "1"], "--seed 0 and this launcher 1"),
     ],
 )

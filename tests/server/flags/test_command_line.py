@@ -26,6 +26,16 @@ def test_nothing_given() -> None:
         (["--max-model-len=-1"], {"max_model_len": "auto"}),
         (["--max-model-len", "-1"], {"max_model_len": "auto"}),
         (["-asc", "4"], {"api_server_count": 4}),
+        (["-tp", "1"], {"tensor_parallel_size": 1}),
+        (
+            ["-pp", "2", "--pipeline-parallel-layers", "12, 18"],
+            {
+                "pipeline_parallel_size": 2,
+                "pipeline_parallel_layers": (12, 18),
+            },
+        ),
+        (["--tensor_parallel_size=2", "-dp", "3"], {"tensor_parallel_size": 2, "data_parallel_size": 3}),
+        (["--distributed-executor-backend", "MP"], {"distributed_executor_backend": "mp"}),
         (["--no-async-scheduling"], {"async_scheduling": False}),
         (["--enforce_eager"], {"enforce_eager": True}),
         (["--port", "1", "--port", "1"], {"port": 1}),
@@ -73,8 +83,8 @@ def test_mistakes_name_the_fix(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["-tp", "1"],
-        ["--tensor_parallel_size=1", "--pipeline-parallel-size", "1"],
+        ["-pcp", "1"],
+        ["--decode_context_parallel_size=1", "--data-parallel-backend", "mp"],
         ["--enable-chunked-prefill", "--no-enable-lora", "--kv-cache-dtype", "auto"],
         ["--trust-remote-code"],
         ["--quantization", "none", "--preemption-mode", "recompute", "--disable-log-requests"],
@@ -87,7 +97,7 @@ def test_vllm_flags_that_ask_for_what_happens_anyway_pass(arguments: list[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-tp", "2"], "--tensor-parallel-size 2 is not supported yet (only 1 is); use --data-parallel-size"),
+        (["-dcp", "2"], "--decode-context-parallel-size 2 is not supported yet (only 1 is)"),
         (["--enable-lora"], "--enable-lora is not supported yet; leave it out"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill is not supported; prefill is always chunked"),
         (["--quantization", "squeezellm"], "--quantization squeezellm is not supported yet"),

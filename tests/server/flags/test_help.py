@@ -29,12 +29,13 @@ def test_topics() -> None:
 
 
 def test_words_find_flags_that_are_not_supported_too() -> None:
-    text = help_text("tensor")
-    assert "that are not supported yet:\n  --tensor-parallel-size, -tp" in text
-    assert "Accepted only as 1; use --data-parallel-size" in text
-    assert "--tensor-parallel-size" in help_text("tp")
+    text = help_text("context-parallel")
+    assert "that are not supported yet:\n  --decode-context-parallel-size, -dcp" in text
+    assert "Accepted only as 1" in text
+    assert "--pipeline-parallel-size, -pp" in help_text("pp")
+    assert "--tensor-parallel-size, -tp" in help_text("tp")
     both = help_text("parallel-size")
-    assert both.index("--data-parallel-size, -dp") < both.index("--pipeline-parallel-size")
+    assert both.index("--data-parallel-size, -dp") < both.index("--decode-context-parallel-size")
     assert "Accepted, without effect" in help_text("--trust-remote-code")
 
 

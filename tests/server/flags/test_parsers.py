@@ -67,6 +67,15 @@ def test_one_of_takes_any_case_and_aliases() -> None:
         parse("int8")
 
 
+def test_one_of_gives_reasons_against_known_values() -> None:
+    parse = parsers.one_of("uni", "mp", refused={"ray": "there is no Ray"})
+    with pytest.raises(ValueError, match=r"^one of uni, mp \(there is no Ray\)$"):
+        parse("Ray")
+    for value in ("dask", 3, ["ray"]):
+        with pytest.raises(ValueError, match=r"^one of uni, mp$"):
+            parse(value)
+
+
 def test_subset_of() -> None:
     parse = parsers.subset_of("a", "b")
     assert [parse(value) for value in ("a", "b, a", ["b"], "a,a")] == [("a",), ("b", "a"), ("b",), ("a",)]

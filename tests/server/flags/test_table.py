@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tokenmill_engine.config import engine as engine_config
+from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_server.config import DataParallelConfig, FaultConfig, ServerConfig
 from tokenmill_server.flags.flag import Flag
 from tokenmill_server.flags.table import FLAGS
@@ -18,6 +19,7 @@ SECTIONS: dict[str, Any] = {
     "scheduler": engine_config.SchedulerConfig,
     "device": engine_config.DeviceConfig,
     "observability": engine_config.ObservabilityConfig,
+    "parallel": ParallelConfig,
     "server": ServerConfig,
     "data_parallel": DataParallelConfig,
     "faults": FaultConfig,

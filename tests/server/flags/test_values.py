@@ -25,7 +25,7 @@ def test_file_spellings_lists_and_switches(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         "model: m\nserved_model_name: [a, b]\nmax-model-len: 32k\nenable-prefix-caching: false\napi-key: k\n"
-        "tensor-parallel-size: 1\nuds:\n",
+        "decode-context-parallel-size: 1\nuds:\n",
     )
     values = read_flags(["--config", file], {})
     assert values["served_model_name"] == ("a", "b")
@@ -49,7 +49,7 @@ def test_positional_model_beats_the_file(tmp_path: Path) -> None:
         ("- port\n", "must be a mapping of flag names to values"),
         ("seed: 1\nport: [\n", "is not valid YAML: line 3: while parsing a flow node, expected the node content"),
         ("port: \x07\n", "is not valid YAML: character U+0007 at position 6 is not allowed"),
-        ("tensor-parallel-size: 4\n", "tensor-parallel-size: 4 in "),
+        ("decode-context-parallel-size: 4\n", "decode-context-parallel-size: 4 in "),
         ("enable_lora: true\n", "flags.yaml is not supported yet; leave it out"),
         ("enable-prefix-caching: maybe\n", "must be true or false"),
     ],
@@ -119,10 +119,10 @@ def test_misspelt_variables_are_named_in_one_line(caplog: pytest.LogCaptureFixtu
 
 
 def test_variables_of_flags_that_are_not_supported(caplog: pytest.LogCaptureFixture) -> None:
-    assert read_flags([], {"TOKENMILL_TENSOR_PARALLEL_SIZE": "1", "TOKENMILL_ENABLE_LORA": "0"}).given == {}
+    assert read_flags([], {"TOKENMILL_DECODE_CONTEXT_PARALLEL_SIZE": "1", "TOKENMILL_ENABLE_LORA": "0"}).given == {}
     assert caplog.text == ""
-    with pytest.raises(ConfigError, match="TOKENMILL_TENSOR_PARALLEL_SIZE=2 is not supported yet"):
-        read_flags([], {"TOKENMILL_TENSOR_PARALLEL_SIZE": "2"})
+    with pytest.raises(ConfigError, match="TOKENMILL_DECODE_CONTEXT_PARALLEL_SIZE=2 is not supported yet"):
+        read_flags([], {"TOKENMILL_DECODE_CONTEXT_PARALLEL_SIZE": "2"})
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -135,13 +135,16 @@ def test_trusting_remote_code_needs_nothing(caplog: pytest.LogCaptureFixture, va
 
 def test_variables_of_vllm_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        read_flags([], {"VLLM_USE_V1": "1"})
+        read_flags([], {"VLLM_USE_V1": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     assert "VLLM_USE_V1 has no effect" in caplog.text
+    assert "VLLM_WORKER_MULTIPROC_METHOD has no effect: every process is started anew" in caplog.text
 
 
 def test_keywords(tmp_path: Path) -> None:
     values = FlagValues()
-    offer_keywords(values, {"model": tmp_path, "max_model_len": "1K", "tensor_parallel_size": 1, "dtype": None}, "LLM")
+    offer_keywords(
+        values, {"model": tmp_path, "max_model_len": "1K", "decode_context_parallel_size": 1, "dtype": None}, "LLM"
+    )
     assert (values["model"], values["max_model_len"]) == (str(tmp_path), 1024)
     assert not values.is_given("dtype")
 
@@ -150,7 +153,10 @@ def test_keywords(tmp_path: Path) -> None:
     ("keywords", "message"),
     [
         ({"max_model_length": 1}, r"unknown argument LLM\(max_model_length=...\); did you mean max_model_len\?"),
-        ({"tensor_parallel_size": 2}, r"LLM\(tensor_parallel_size=2\) is not supported yet \(only 1 is\)"),
+        (
+            {"decode_context_parallel_size": 2},
+            r"LLM\(decode_context_parallel_size=2\) is not supported yet \(only 1 is\)",
+        ),
         ({"enable_lora": True}, r"LLM\(enable_lora=True\) is not supported yet; leave it out"),
         ({"quantization": "awq"}, r"LLM\(quantization='awq'\) is not supported yet"),
         ({"port": 1}, "about serving over HTTP"),

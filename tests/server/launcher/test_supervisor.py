@@ -13,7 +13,7 @@ from tests.support.api_server import engine_config
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess
-from tokenmill_engine.ipc.control import EngineLost, EngineStalled, FromEngine, Pulse, StartFailed
+from tokenmill_engine.ipc.control import EngineFailed, EngineLost, EngineStalled, FromEngine, Pulse, StartFailed
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server import liveness, supervisor
@@ -85,7 +85,7 @@ class Machine:
         state = EngineReady(0, incarnation, local_endpoints("/nowhere", 0, incarnation), 128, 8, 16, 128, "none")
         assert self.engines.handle(Said(("engine", 0), state)) == state
 
-    def say(self, message: StartFailed) -> None:
+    def say(self, message: StartFailed | EngineFailed) -> None:
         assert self.engines.handle(Said(("engine", 0), message)) is None
 
     def exit(self) -> EngineUpdate | None:
@@ -175,6 +175,16 @@ def test_only_a_first_start_that_fails_is_an_error(clock: Clock) -> None:
     clock.now += 1
     machine.engines.tick()
     assert machine.die().message.startswith("engine core 0 was killed (SIGKILL) while it was starting; ")
+
+
+def test_one_that_cannot_go_on_says_why_itself(clock: Clock) -> None:
+    machine = Machine(clock, 2)
+    machine.become_ready(0)
+    machine.say(EngineFailed("engine core 0 is lost: worker 0.1 was killed (SIGKILL)"))
+    assert machine.die() == EngineLost(0, 0, "engine core 0 is lost: worker 0.1 was killed (SIGKILL)", restarts=True)
+    machine.engines.tick()
+    machine.become_ready(1)
+    assert machine.die().message.startswith("engine core 0 was killed (SIGKILL)")
 
 
 def test_nothing_is_restarted_once_the_end_has_begun(clock: Clock) -> None:

@@ -1,0 +1,52 @@
+"""Workers that compute one model together, as each of them sees the others. Knows nothing of how they talk."""
+
+from typing import Final, Protocol
+
+import torch
+
+
+class Group(Protocol):
+    """One member's view. Every member calls the same methods in the same order with tensors of the same shape and
+    dtype; each call ends when the results of all are in, as seen by later work on the tensor's device."""
+
+    @property
+    def rank(self) -> int:
+        """This member's number, 0 to size - 1."""
+
+    @property
+    def size(self) -> int:
+        """Members. Those of 1 are never called: layers look at the size when they are made."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all members' `x`, with the same bits on every one of them. May be `x` itself, overwritten.
+        What is summed is contiguous."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, n] of each member -> [num_rows, size * n], by rank along the last dimension."""
+
+    def agree_min(self, value: int) -> int:
+        """The smallest `value` of all members. Waits on the host."""
+
+    def close(self) -> None:
+        """Leave. The other members' calls may fail from now on."""
+
+
+class _Alone:
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def agree_min(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        pass
+
+
+ALONE: Final[Group] = _Alone()
+"""A worker that has the whole model."""

@@ -1,0 +1,239 @@
+"""Runs the workers of one model as processes: every plan goes to all of them, results come back from one that samples.
+
+A step that all ranks refuse alike has failed, and the next can follow. One that only some refuse leaves them in
+different states, and the others in the middle of an exchange: then the executor is of no use any more, as when a worker
+dies. Torch-free: the engine core's process computes nothing.
+"""
+
+import contextlib
+import dataclasses
+import os
+import select
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import EngineDeadError, EngineError
+from tokenmill_engine.executor.feedback import TokenFeedback
+from tokenmill_engine.executor.worker_pool import WorkerPool
+from tokenmill_engine.ipc.shared_ring import await_wake_up
+from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
+from tokenmill_engine.worker.control import chain_store, stage_store
+from tokenmill_engine.worker.wire import StepFailure, decode_answer, encode_plan
+
+_VERDICT_S = 3.0
+"""From one rank's failure in a step until the others have failed too, if they do so alike."""
+_LOSS_S = 1.0
+"""How much later than other workers the engine core may notice that one has ended, on a machine that is busy."""
+
+
+class MultiprocExecutor:
+    """The workers of `pool`. Use it from one thread only."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: WorkerPool,
+        engine_rank: int,
+        store_path: str,
+        on_lost: Callable[[EngineDeadError], None],
+    ) -> None:
+        """`store_path`: what files begin with that are not there yet, in a folder that outlives the workers. `on_lost`
+        is called in another thread when a worker ends, also while nobody waits for a step."""
+        self._config = config
+        self._pool = pool
+        self._engine_rank = engine_rank
+        self._store_path = store_path
+        self._on_lost = on_lost
+        self._num_submitted = 0
+        self._reporter = config.parallel.reporting_rank
+        self._num_answered = 0
+        """By the rank that sends results, in the order of submission."""
+        self._answered_at = 0.0
+        """When it did last, of the monotonic clock."""
+        self._feedback = TokenFeedback() if config.parallel.pipeline_parallel_size > 1 else None
+        """For the stages that do not sample."""
+        self._results: dict[int, StepResult] = {}
+        """By number of the step: those that nobody has asked for yet."""
+        self._failures: dict[int, dict[int, StepFailure]] = {}
+        """By number of the step and rank."""
+        self._death: str | None = None
+        self._is_shut = False
+        self._poller = select.poll()
+        self._poller.register(pool.wake, select.POLLIN)
+
+    def initialize(self) -> KVCapacity:
+        """Make the workers ready.
+
+        Raises:
+            StartupError: one of them cannot start.
+        """
+        began = time.monotonic()
+        try:
+            capacities = self._pool.start(self._config, self._engine_rank, self._store_path)
+        except BaseException:
+            self._end_workers(gently=False)
+            raise
+        finally:
+            self._remove_stores()
+        first = capacities[self._reporter]
+        if any(_shape(capacity) != _shape(first) for capacity in capacities):
+            raise RuntimeError(f"the workers offer different KV caches: {[_shape(each) for each in capacities]}")
+        self._pool.watch(lambda message: self._on_lost(EngineDeadError(message)))
+        waiting_s = time.monotonic() - began - sum(first.phases.values())
+        return dataclasses.replace(first, phases={"import": max(0.0, waiting_s), **first.phases})
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Hand a step to the workers, behind those submitted before. Never raises for what goes wrong with it."""
+        number = self._num_submitted
+        self._num_submitted += 1
+        if self._death is None:
+            sent = plan if self._feedback is None else dataclasses.replace(plan, sampled=self._feedback.sent(plan))
+            try:
+                self._pool.plans.send(encode_plan(sent), self._make_room)
+            except EngineDeadError as error:
+                self._death = error.message
+        return _Step(self, number, plan)
+
+    def shutdown(self) -> None:
+        """Finish the submitted steps and end the workers. May be called twice."""
+        if self._is_shut:
+            return
+        try:
+            while self._num_answered < self._num_submitted:
+                self._wait(self._num_answered)
+                self._collect()
+                self._check_agreement(self._num_answered)
+            self._pool.expect_ends()
+            self._pool.plans.send(b"", self._make_room)
+        except EngineDeadError as error:
+            self._death = error.message
+        self._end_workers(gently=self._death is None)
+
+    def _end_workers(self, gently: bool) -> None:
+        self._is_shut = True
+        self._pool.stop(gently)
+        self._death = self._death or "the workers were ended"
+
+    def result(self, number: int, plan: StepPlan) -> StepResult:
+        """Wait for step `number`, which carries out `plan`. To be called once for each step, in order.
+
+        Raises:
+            EngineError: all ranks refused it alike, or all of the last stage.
+            EngineDeadError: a worker is gone, or the ranks disagree about this step or an earlier one.
+        """
+        while True:
+            self._collect()
+            self._check_agreement(number)
+            if self._is_shared(self._failures.get(number, {})):
+                raise EngineError(next(iter(self._failures.pop(number).values())).message)
+            if number in self._results and number not in self._failures:
+                result = self._results.pop(number)
+                if self._feedback is not None:
+                    self._feedback.received(plan, result)
+                return result
+            self._wait(number)
+
+    def _check_agreement(self, number: int) -> None:
+        """Raises EngineDeadError if some ranks have refused a step up to `number` and others have not, or not for the
+        same reason, or not in time."""
+        for failed, failures in self._failures.items():
+            if failed > number:
+                continue
+            may_follow = (
+                failed == number and failed not in self._results and time.monotonic() < self._deadline(failures)
+            )
+            is_shared = self._is_shared(failures) or may_follow
+            is_alike = len({failure.message for failure in failures.values()}) == 1
+            if not (is_shared and is_alike) or any(failure.is_final for failure in failures.values()):
+                self._die_of(failures)
+
+    def _is_shared(self, failures: dict[int, StepFailure]) -> bool:
+        """Whether no rank is in the middle of the step: all refused it, or those of the last stage did when the others
+        were done with it."""
+        is_late = bool(failures) and all(failure.is_after_others for failure in failures.values())
+        return failures.keys() == set(range(self._reporter if is_late else 0, self._pool.size))
+
+    def _die_of(self, failures: dict[int, StepFailure]) -> NoReturn:
+        """A worker that ended is to blame for what others say of it; else who failed first is."""
+        self._pool.wait_for_loss(_LOSS_S)
+        rank, failure = min(failures.items(), key=lambda item: item[1].at)
+        where = f"{self._pool.name(rank)}: " if self._pool.size > 1 else ""
+        self._death = self._pool.lost or where + failure.message
+        raise EngineDeadError(self._death)
+
+    def _collect(self) -> None:
+        """Take in what workers have answered. Who sends results is read first: another rank that has failed, and by
+        going on has made a result wrong, wrote its failure before that result was written, so it is there."""
+        if self._is_shut:
+            return
+        for rank in (self._reporter, *(rank for rank in range(self._pool.size) if rank != self._reporter)):
+            ring = self._pool.answers[rank]
+            while (message := ring.take()) is not None:
+                answer = decode_answer(message)
+                if isinstance(answer, StepFailure):
+                    self._failures.setdefault(answer.number, {})[rank] = answer
+                else:
+                    self._results[self._num_answered] = answer
+                if rank == self._reporter:
+                    self._num_answered += 1
+                    self._answered_at = time.monotonic()
+
+    def _deadline(self, failures: dict[int, StepFailure]) -> float:
+        """Until when the ranks that have not failed in a step yet may do so, of the monotonic clock. Later stages come
+        to the step when they are done with those before it."""
+        return max(self._answered_at, min(failure.at for failure in failures.values())) + _VERDICT_S
+
+    def _remove_stores(self) -> None:
+        parallel = self._config.parallel
+        stores = [stage_store(self._store_path, stage) for stage in range(parallel.pipeline_parallel_size)]
+        stores += [chain_store(self._store_path, member) for member in range(parallel.tensor_parallel_size)]
+        for store in stores:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(store)
+
+    def _check_alive(self) -> None:
+        self._death = self._death or self._pool.lost
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def _wait(self, number: int) -> None:
+        """Until a worker has answered, or there is no point in waiting any longer for all to refuse step `number`.
+
+        Raises:
+            EngineDeadError: no answer can come any more.
+        """
+        self._check_alive()
+        failures = self._failures.get(number)
+        timeout_s = None if failures is None else max(0.0, self._deadline(failures) - time.monotonic())
+        if timeout_s is None or self._poller.poll(timeout_s * 1000):
+            await_wake_up(self._pool.wake)
+
+    def _make_room(self) -> None:
+        """Wait until the ring of plans may have space. Answers are taken in meanwhile: a worker that cannot write its
+        answer reads no plan."""
+        poller = select.poll()
+        for fd in (self._pool.wake, self._pool.space):
+            poller.register(fd, select.POLLIN)
+        for fd, _ in poller.poll():
+            await_wake_up(fd)
+        self._collect()
+        self._check_alive()
+
+
+class _Step:
+    """A step that the workers know of."""
+
+    def __init__(self, executor: MultiprocExecutor, number: int, plan: StepPlan) -> None:
+        self._executor = executor
+        self._number = number
+        self._plan = plan
+
+    def result(self) -> StepResult:
+        return self._executor.result(self._number, self._plan)
+
+
+def _shape(capacity: KVCapacity) -> tuple[int, int, int]:
+    """What all ranks must have alike."""
+    return capacity.num_blocks, capacity.block_size, capacity.max_model_len

@@ -1,0 +1,232 @@
+"""The worker processes of one engine core: their start, the rings to and from them, their ends.
+
+All are started at once, also before the configuration is known, by the main thread: the kernel ends them when the
+thread that started them ends. Knows nothing of what plans and answers say.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import StartupError, describe_os_error
+from tokenmill_engine.ipc.channel import ChannelClosedError
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.shared_ring import RingFiles, RingReader, RingWriter, create_ring, wake_up
+from tokenmill_engine.outputs import KVCapacity
+from tokenmill_engine.worker.control import FromWorker, WorkerFailed, WorkerReady, WorkerStart
+
+_MODULE = "tokenmill_engine.worker.process"
+_PLANS_BYTES = 4 << 20
+"""More than a step's plan, unless it has more than a million prompt tokens."""
+_ANSWERS_BYTES = 1 << 20
+"""Of each worker: which one sends results is not known yet. What is not written takes no memory."""
+_GRACE_S = 0.5
+"""Between the first failure of a start and the one that counts: another may have been first."""
+_END_S = 0.5
+"""How long workers get to end by themselves; the engine core itself gets a second."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Exit:
+    """A worker's process has ended."""
+
+    returncode: int
+    """Negative for a signal, as in `subprocess`."""
+
+
+class WorkerPool:
+    """`size` workers, by rank. The engine core's thread uses it; `lost` may be set in another one."""
+
+    def __init__(self, size: int) -> None:
+        """Starts the processes, which import what they need and wait. Main thread only.
+
+        Raises:
+            StartupError: the machine does not let us start so many, or any.
+        """
+        if sys.platform != "linux":
+            raise StartupError("worker processes need Linux; use --distributed-executor-backend uni")
+        self.size = size
+        self.lost: str | None = None
+        """Once set: a worker that was ready has ended, and how. A wake-up of who waits for answers follows."""
+        self._has_lost = threading.Event()
+        self._names = [f"worker {rank}" for rank in range(size)]
+        self._children: list[ChildProcess[FromWorker]] = []
+        self._open = contextlib.ExitStack()
+        self._watcher: threading.Thread | None = None
+        self._is_stopping = threading.Event()
+        self._is_ending = False
+        """Workers were told to end."""
+        try:
+            self._make_rings()
+            self._selector = self._open.enter_context(selectors.DefaultSelector())
+            self._stop_fd = self._own_fd(os.eventfd(0, os.EFD_CLOEXEC))
+            self._selector.register(self._stop_fd, selectors.EVENT_READ)
+            for rank in range(size):
+                self._spawn(rank)
+        except OSError as error:
+            self.stop()
+            raise StartupError(f"{size} workers cannot be started: {describe_os_error(error)}") from error
+
+    def start(self, config: EngineConfig, engine_rank: int, store_path: str) -> list[KVCapacity]:
+        """Tells the workers what to be; returns what each offers, once all are ready.
+
+        Raises:
+            StartupError: one could not start; says why, of the one that failed first.
+        """
+        self._names = [f"worker {engine_rank}.{rank}" for rank in range(self.size)]
+        start = WorkerStart(engine_rank, store_path, config)
+        for child in self._children:
+            with contextlib.suppress(ChannelClosedError):  # its end is noticed below
+                child.channel.send(start)
+        ready: dict[int, KVCapacity] = {}
+        failures: dict[int, tuple[float, str]] = {}
+        deadline: float | None = None
+        while failures or len(ready) < self.size:
+            for rank, event in self._wait(deadline):
+                match event:
+                    case WorkerReady(capacity=capacity):
+                        ready[rank] = capacity
+                    case WorkerFailed(message=message, at=at):
+                        failures[rank] = at, message
+                    case _Exit(returncode=returncode) if rank not in failures:
+                        # No error of another worker makes one be killed, but the other way round.
+                        at = 0.0 if returncode == -signal.SIGKILL else time.monotonic()
+                        failures[rank] = at, f"{self._names[rank]} {describe_exit(returncode)} while it was starting"
+            if failures:
+                deadline = deadline or time.monotonic() + _GRACE_S
+                if len(failures) == self.size or time.monotonic() >= deadline:
+                    raise StartupError(min(failures.values())[1])
+        return [ready[rank] for rank in range(self.size)]
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """From now on, a worker's end sets `lost`, wakes the thread that waits for answers and calls `on_lost` in a
+        thread of the pool's own; that only before `expect_ends`."""
+
+        def watch() -> None:
+            while not self._is_stopping.is_set():
+                for rank, event in self._wait(None):
+                    if isinstance(event, _Exit) and self.lost is None and not self._is_stopping.is_set():
+                        self.lost = f"{self._names[rank]} {describe_exit(event.returncode)}"
+                        self._has_lost.set()
+                        wake_up(self.wake)
+                        if not self._is_ending:
+                            on_lost(self.lost)
+
+        self._watcher = threading.Thread(target=watch, name="worker-watcher", daemon=True)
+        self._watcher.start()
+
+    def expect_ends(self) -> None:
+        """Workers are about to be told to end: nobody loses anything by it."""
+        self._is_ending = True
+
+    def wait_for_loss(self, timeout_s: float) -> None:
+        """Until `lost` is set, if that is about to be."""
+        self._has_lost.wait(timeout_s)
+
+    def name(self, rank: int) -> str:
+        """As titles and logs have it."""
+        return self._names[rank]
+
+    def stop(self, gently: bool = False) -> None:
+        """Ends the workers and waits for that; `gently` after they were told to end. May be called twice."""
+        self._is_stopping.set()
+        if self._watcher is not None:
+            wake_up(self._stop_fd)
+            self._watcher.join()
+            self._watcher = None
+        deadline = time.monotonic() + (_END_S if gently else 0.0)
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+        for child in self._children:
+            child.process.kill()
+        for child in self._children:
+            child.process.wait()
+            child.channel.close()
+        self._children.clear()
+        self._open.close()
+
+    def _make_rings(self) -> None:
+        plans = self._own(create_ring(self.size, _PLANS_BYTES))
+        self.plans = RingWriter(plans.memory, plans.wakes, plans.space)
+        self._open.callback(self.plans.close)
+        self.space = plans.space
+        """The eventfd of who has plans to write."""
+        self.wake = self._own_fd(os.eventfd(0, os.EFD_CLOEXEC))
+        """The eventfd of who waits for answers."""
+        self.answers: list[RingReader] = []
+        """One of each rank."""
+        self._worker_fds: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
+        for rank in range(self.size):
+            answers = self._own(create_ring(1, _ANSWERS_BYTES, self.wake))
+            self.answers.append(RingReader(*answers.of_reader(0)))
+            self._open.callback(self.answers[rank].close)
+            self._worker_fds.append((plans.of_reader(rank), answers.of_reader(0)))
+
+    def _spawn(self, rank: int) -> None:
+        plans, answers = self._worker_fds[rank]
+        child: ChildProcess[FromWorker] = spawn_child(
+            _MODULE,
+            FromWorker,
+            args=[
+                *("--rank", str(rank), "--size", str(self.size)),
+                *("--plans", *map(str, plans), "--answers", *map(str, answers)),
+            ],
+            pass_fds=(*plans, *answers),
+        )
+        self._children.append(child)
+        pidfd = self._own_fd(os.pidfd_open(child.process.pid))
+        self._selector.register(pidfd, selectors.EVENT_READ, (rank, "end"))
+        self._selector.register(child.channel, selectors.EVENT_READ, (rank, "channel"))
+
+    def _wait(self, deadline: float | None) -> Iterator[tuple[int, WorkerReady | WorkerFailed | _Exit]]:
+        """What workers say until one says something, and which ones end; nothing once the pool is to stop."""
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ended: list[tuple[int, Any]] = []
+        for key, _ in self._selector.select(timeout):
+            if key.fd == self._stop_fd:
+                continue
+            rank, kind = key.data
+            if kind == "end":
+                ended.append((rank, key.fileobj))
+            else:
+                yield from self._messages(rank)
+        for rank, pidfd in ended:
+            yield from self._messages(rank)
+            self._selector.unregister(pidfd)
+            yield rank, _Exit(self._children[rank].process.wait())
+
+    def _messages(self, rank: int) -> Iterator[tuple[int, FromWorker]]:
+        channel = self._children[rank].channel
+        try:
+            for message in channel.receive_available():
+                yield rank, message
+        except ChannelClosedError:
+            if channel in self._selector.get_map():
+                self._selector.unregister(channel)
+
+    def _own(self, ring: RingFiles) -> RingFiles:
+        self._open.callback(ring.close)
+        return ring
+
+    def _own_fd(self, fd: int) -> int:
+        self._open.callback(os.close, fd)
+        return fd
+
+
+def describe_exit(returncode: int) -> str:
+    """How a worker ended, as the predicate of a sentence."""
+    if returncode == -signal.SIGKILL:
+        return "was killed (SIGKILL); if the kernel did so for want of memory, lower --kv-cache-memory-bytes"
+    if returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"exited with status {returncode}"

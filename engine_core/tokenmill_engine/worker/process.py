@@ -1,0 +1,172 @@
+"""A worker's process, `python -m tokenmill_engine.worker.process`; `executor.worker_pool` says with which arguments.
+
+It carries plans out in order, as they come, and sleeps between them. It ends when its engine core tells it to, or is
+gone; Ctrl-C and SIGTERM, which may go to all processes of a server at once, are the launcher's to answer.
+"""
+
+import argparse
+import gc
+import importlib
+import itertools
+import logging
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from tokenmill_engine.errors import EngineDeadError, TokenmillError, describe_os_error
+from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, watch_parent
+from tokenmill_engine.ipc.logs import configure_logging
+from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
+from tokenmill_engine.worker.control import (
+    FromWorker,
+    WorkerFailed,
+    WorkerReady,
+    WorkerStart,
+    chain_store,
+    stage_store,
+)
+from tokenmill_engine.worker.wire import Answer, StepFailure, decode_plan, encode_answer
+
+logger = logging.getLogger("tokenmill_engine.worker.process")  # the module itself runs as `__main__`
+
+_IMPORTED = ("tokenmill_engine.worker.worker", "tokenmill_engine.worker.step_errors")
+"""What takes seconds to import, begun while the configuration is on its way."""
+_GROUP_MODULE = "tokenmill_engine.distributed.torch_group"
+
+
+class WorkerProcess:
+    """A started worker, its plans and its answers. Only one rank sends results; every rank sends failures."""
+
+    def __init__(self, start: WorkerStart, rank: int, size: int, modules: Future[dict[str, ModuleType]]) -> None:
+        """Raises TokenmillError, or what goes wrong, if it cannot start."""
+        worker_module, errors_module = (modules.result()[name] for name in _IMPORTED)
+        self._as_engine_error = errors_module.as_engine_error
+        others = {} if size == 1 else _join(start, rank, modules.result()[_GROUP_MODULE])
+        self._chain = others.get("chain")
+        self._worker = worker_module.Worker(start.config, rank, **others)
+        self._reports = rank == start.config.parallel.reporting_rank
+        self.capacity = self._worker.initialize()
+
+    def run(self, plans: RingReader, answers: RingWriter) -> None:
+        """Carry out plans until an empty message comes."""
+        for number in itertools.count():
+            message = plans.receive()
+            if not message:
+                return
+            answer = self._execute(number, message)
+            if self._reports or isinstance(answer, StepFailure):
+                answers.send(encode_answer(answer))
+
+    def _execute(self, number: int, message: bytearray) -> Answer:
+        plan = decode_plan(message)
+        try:
+            answer: Answer = self._worker.execute(plan).wait()
+        except Exception as error:
+            at = time.monotonic()
+            logger.exception("step %d failed", plan.step)
+            failure = self._as_engine_error(error, plan.step)
+            is_after_others = self._chain is not None and self._chain.received_tag == plan.step
+            is_final = isinstance(failure, EngineDeadError)
+            answer = StepFailure(number, failure.message, at, is_final, is_after_others)
+        return answer
+
+
+def _join(start: WorkerStart, rank: int, module: ModuleType) -> dict[str, Any]:
+    """The workers that have the same layers, and those with the stages of the model that this one has a part of."""
+    num_members, num_stages = start.config.parallel.tensor_parallel_size, start.config.parallel.pipeline_parallel_size
+    stage, member = divmod(rank, num_members)
+    others = {}
+    if num_members > 1:
+        others["group"] = module.join(member, num_members, Path(stage_store(start.store_path, stage)))
+    if num_stages > 1:
+        others["chain"] = module.join(stage, num_stages, Path(chain_store(start.store_path, member)))
+    return others
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--plans", type=int, nargs=3, required=True, help="descriptors of the ring to read")
+    parser.add_argument("--answers", type=int, nargs=3, required=True, help="descriptors of the ring to write")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    become_child(f"worker {args.rank}", args.parent_pid)
+    channel: ControlChannel[WorkerStart] = ControlChannel.from_fd(args.control_fd, WorkerStart)
+    memory, wake, space = args.plans
+    plans = RingReader(memory, wake, space, args.rank)
+    memory, wake, space = args.answers
+    answers = RingWriter(memory, (wake,), space)
+    modules = _import_ahead(args.size)
+    try:
+        start = channel.receive()
+    except ChannelClosedError:
+        exit_at_once(1)
+    name = f"worker {start.engine_rank}.{args.rank}"
+    become_child(name, args.parent_pid)
+    configure_logging(_log_level(start, args.rank), name)
+    watch_parent(channel, lambda _message: None, None)
+    try:
+        process = WorkerProcess(start, args.rank, args.size, modules)
+    except TokenmillError as error:
+        _fail_start(channel, error.message)
+    except OSError as error:
+        _fail_start(channel, f"{name} cannot start: {describe_os_error(error)}")
+    except Exception as error:
+        at = time.monotonic()
+        logger.exception("%s cannot start", name)
+        _fail_start(channel, f"{name} cannot start: {type(error).__name__}: {error}", at)
+    # What exists now lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    _tell(channel, WorkerReady(process.capacity))
+    try:
+        process.run(plans, answers)
+    except Exception:
+        logger.exception("%s failed", name)
+        exit_at_once(1)
+    exit_at_once(0)
+
+
+def _import_ahead(size: int) -> Future[dict[str, ModuleType]]:
+    names = _IMPORTED if size == 1 else (*_IMPORTED, _GROUP_MODULE)
+    modules: Future[dict[str, Any]] = Future()
+
+    def work() -> None:
+        try:
+            modules.set_result({name: importlib.import_module(name) for name in names})
+        except BaseException as error:
+            modules.set_exception(error)
+
+    threading.Thread(target=work, name="import", daemon=True).start()
+    return modules
+
+
+def _log_level(start: WorkerStart, rank: int) -> str:
+    """What all ranks would say alike is said by the first."""
+    level = start.config.observability.log_level
+    return "WARNING" if level == "INFO" and rank > 0 else level
+
+
+def _fail_start(channel: ControlChannel[WorkerStart], message: str, at: float | None = None) -> NoReturn:
+    _tell(channel, WorkerFailed(" ".join(message.split()), time.monotonic() if at is None else at))
+    exit_at_once(1)
+
+
+def _tell(channel: ControlChannel[WorkerStart], message: FromWorker) -> None:
+    """How the start went. An engine core that is gone wants no worker any more."""
+    try:
+        channel.send(message)
+    except ChannelClosedError:
+        exit_at_once(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A stage of a pipeline, on the CPU: what it takes from the stage before, and what it hands on to the next one.
+
+All stages carry out the same plans in the same order. Those before the last one sample nothing: the tokens that the
+last one sampled reach the first beside later plans, and no other stage looks at token ids. With the stream goes how
+long the slowest stage took: steps follow each other as quickly as that one works.
+"""
+
+import math
+import time
+
+import numpy as np
+import torch
+
+from tokenmill_engine.distributed.chain import Chain
+from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
+from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.worker.inputs import CpuPreparer
+from tokenmill_engine.worker.slots import SlotTables
+
+_SECONDS = torch.float64
+
+
+class Inlet:
+    """Where the streams of the stage before come in."""
+
+    def __init__(self, model: DenseDecoder, chain: Chain) -> None:
+        self._hidden_size = model.architecture.hidden_size
+        self._dtype = model.dtype
+        self._chain = chain
+
+    def receive(self, plan: StepPlan) -> tuple[Stream, float]:
+        """The stream of all tokens of `plan`, and the seconds that the slowest stage so far took for it. Waits until
+        the stage before is done."""
+        shape = (2, plan.num_tokens, self._hidden_size)
+        num_bytes = math.prod(shape) * self._dtype.itemsize
+        message = torch.empty(num_bytes + _SECONDS.itemsize, dtype=torch.uint8)
+        self._chain.receive(message, plan.step)
+        hidden, residual = message[:num_bytes].view(self._dtype).view(shape)
+        return (hidden, residual), float(message[num_bytes:].clone().view(_SECONDS))
+
+
+def pack(stream: Stream, elapsed_s: float) -> torch.Tensor:
+    """What goes from stage to stage, as `Inlet` takes it: bytes [num_bytes]."""
+    tail = torch.tensor([elapsed_s], dtype=_SECONDS)
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (*stream, tail)])
+
+
+def inlet_of(model: DenseDecoder, chain: Chain) -> Inlet | None:
+    """None for the stage with the first layer."""
+    return None if model.stage.is_first else Inlet(model, chain)
+
+
+class RelayRunner:
+    """Executes step plans on a stage with another one behind it. Tables, caches and model belong to the worker."""
+
+    def __init__(
+        self, model: DenseDecoder, kv_caches: KVCaches, tables: SlotTables, block_size: int, chain: Chain
+    ) -> None:
+        self._model, self._kv_caches, self._tables, self._chain = model, kv_caches, tables, chain
+        self._preparer = CpuPreparer(tables, block_size)
+        self._inlet = inlet_of(model, chain)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> "RelayedStep":
+        """Run the stage's layers and send on what comes out."""
+        # First of all: a slot whose request got a token may have another request from this plan on.
+        self._preparer.take_in(plan.sampled)
+        self._tables.apply(plan)
+        batch = self._preparer.prepare(plan).batch
+        incoming, slowest_s = self._inlet.receive(plan) if self._inlet is not None else (None, 0.0)
+        started = time.perf_counter()
+        stream = self._model.run_layers(batch, self._kv_caches, incoming)
+        self._chain.send(pack(stream, max(slowest_s, time.perf_counter() - started)), plan.step)
+        self._preparer.count(plan)
+        return RelayedStep(plan)
+
+
+class RelayedStep:
+    """A step that is another stage's to finish."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def wait(self) -> StepResult:
+        """A result without tokens."""
+        num_reqs = self._plan.num_reqs
+        return StepResult(self._plan.step, np.full((num_reqs, 1), -1, np.int32), np.zeros(num_reqs, np.int32))

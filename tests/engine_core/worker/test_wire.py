@@ -1,0 +1,69 @@
+"""Plans and answers as bytes: what comes out is what went in, and may be written to."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPlan, StepResult
+from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, decode_plan, encode_answer, encode_plan
+
+ROWS = LogprobRows(np.ones((2, 3), np.int32), np.full((2, 3), -0.5, np.float32), np.arange(2, dtype=np.int32))
+
+
+def full_plan() -> StepPlan:
+    """One in which no field has its default."""
+    sampling = SamplingParams(temperature=0.5, seed=3, logit_bias={5: 1.5}, bad_words_token_ids=((1, 2), (3,)))
+    start = SlotStart(4, 1 << 60, np.arange(70, dtype=np.int32), 60, 16, ([1, 2, 3], [7]), sampling, (0, 9))
+    values: dict[str, Any] = {
+        "step": 12,
+        "slots": np.array([4, 1], np.int32),
+        "num_scheduled": np.array([1, 54], np.int32),
+        "num_computed": np.array([90, 16], np.int32),
+        "samples": np.array([True, False]),
+        "num_decodes": 1,
+        "starts": [start],
+        "appends": [BlockAppend(1, 0, 3, [8, 9]), BlockAppend(1, 1, 2, [])],
+    }
+    return StepPlan(**values)
+
+
+def same(a: object, b: object) -> bool:
+    """Equal in depth, arrays by value and dtype."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())  # type: ignore[attr-defined]
+    if dataclasses.is_dataclass(a):
+        names = [field.name for field in dataclasses.fields(a)]
+        return all(same(getattr(a, name), getattr(b, name)) for name in names)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))  # type: ignore[arg-type]
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)  # type: ignore[attr-defined, index]
+    return a == b
+
+
+@pytest.mark.parametrize("changes", [{}, {"appends": []}, {"starts": []}])
+def test_plans(changes: dict[str, Any]) -> None:
+    plan = dataclasses.replace(full_plan(), **changes)
+    copy = decode_plan(bytearray(encode_plan(plan)))
+    assert same(copy, plan)
+    assert not same(copy, dataclasses.replace(plan, num_decodes=0))
+    copy.slots[0] = 5
+    assert plan.slots[0] == 4
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        StepResult(
+            3, np.array([[5], [-1]], np.int32), np.array([1, 0], np.int32), {0: ROWS}, {1: ROWS}, {1: "no"}, 0.5
+        ),
+        StepFailure(7, "step 3 failed: ValueError: no", 12.5, is_final=True),
+    ],
+)
+def test_answers(answer: Answer) -> None:
+    assert same(decode_answer(bytearray(encode_answer(answer))), answer)
