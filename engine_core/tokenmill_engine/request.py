@@ -199,6 +199,9 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         value = getattr(sampling, name)
         if value is not None and value < 0:
             raise InvalidRequestError(f"{name} is {value}; it cannot be negative", param=name)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, name) or 0) > vocab_size:
+            raise InvalidRequestError(f"{name} is {getattr(sampling, name)}; there are {vocab_size} tokens", param=name)
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         if not math.isfinite(getattr(sampling, name)):
             raise InvalidRequestError(f"{name} is not a finite number", param=name)

@@ -143,7 +143,7 @@ def _check_logprobs(value: int | None, param: str, vocab_size: int, max_logprobs
         return
     if value == -1 and max_logprobs == -1:
         return
-    _integer(value, param, 0, vocab_size if max_logprobs == -1 else max_logprobs)
+    _integer(value, param, 0, vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size))
 
 
 def _in_range(value: float, param: str, low: float, high: float) -> None:

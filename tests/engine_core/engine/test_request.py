@@ -136,6 +136,8 @@ def test_a_prompt_needs_room_for_one_token_unless_none_is_asked_for() -> None:
         ([1], {"repetition_penalty": -math.inf}, "repetition_penalty"),
         ([1], {"max_tokens": -1}, "max_tokens"),
         ([1], {"logprobs": -1}, "logprobs"),
+        ([1], {"logprobs": 101}, "logprobs"),
+        ([1], {"prompt_logprobs": 101}, "prompt_logprobs"),
         ([1], {"stop_token_ids": (5,) * 101}, "stop_token_ids"),
         ([1], {"allowed_token_ids": (5,) * 101}, "allowed_token_ids"),
         ([1], {"bad_words_token_ids": tuple((a, b) for a in range(50) for b in range(50))}, "bad_words"),

@@ -73,6 +73,12 @@ def test_no_limit_on_logprobs() -> None:
         check(max_logprobs=-1, logprobs=VOCAB_SIZE + 1)
 
 
+def test_a_limit_above_the_vocabulary_leaves_the_vocabulary() -> None:
+    check(max_logprobs=10 * VOCAB_SIZE, logprobs=VOCAB_SIZE)
+    with pytest.raises(InvalidRequestError):
+        check(max_logprobs=10 * VOCAB_SIZE, prompt_logprobs=VOCAB_SIZE + 1)
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
