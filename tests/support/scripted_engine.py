@@ -46,6 +46,7 @@ def main() -> None:
     channel = begin("scripted engine", EngineControl)
     note(f"engine process pid {os.getpid()}")
     start: EngineStart = channel.receive()
+    note(f"engine {start.engine}.{start.incarnation} hears EngineStart")
     behaviour = behaviour_of(start)
     if behaviour == "refuse":
         channel.send(StartFailed("not enough of everything; use --less"))

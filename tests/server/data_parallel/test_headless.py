@@ -23,7 +23,8 @@ def test_a_signal_before_it_serves_is_no_success(number: signal.Signals) -> None
     with launched(*common) as head:
         with launched(*headless, engine="late") as loading:
             head.wait_for("the launcher of rank 1 at .* has joined")
-            loading.pid("engine process")
+            # Until it has heard of that itself, it ends without a word.
+            loading.wait_for(r"engine \d\.0 hears EngineStart")
             loading.process.send_signal(number)
             loading.wait(128 + number)
         head.wait_for("is gone: it was told to stop")
