@@ -200,7 +200,7 @@ class Scheduler:
         logger.warning(
             "Request %s (%d) preempted in mode RECOMPUTE: not enough KV cache space, the running requests need %d more "
             "blocks and %d of %d are free. Its %d computed tokens will be computed again, which affects end-to-end "
-            "performance. If this happens often, raise gpu_memory_utilization (or num_gpu_blocks_override) or "
+            "performance. If this happens often, raise kv_cache_memory_bytes (on a GPU gpu_memory_utilization) or "
             "tensor_parallel_size for more KV cache space, or lower max_num_seqs. total_cumulative_preemption_cnt=%d",
             request.label,
             request.request_id,

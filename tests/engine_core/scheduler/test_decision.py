@@ -266,6 +266,6 @@ class TestPreemption:
             assert "not enough KV cache space" in text
             assert "RECOMPUTE" in text
             assert "end-to-end performance" in text
-            for remedy in ("gpu_memory_utilization", "tensor_parallel_size", "num_gpu_blocks_override", "max_num_seqs"):
-                assert remedy in text
+            assert "raise kv_cache_memory_bytes (on a GPU gpu_memory_utilization) or tensor_parallel_size for" in text
+            assert "or lower max_num_seqs." in text
             assert any(f"Request {request.label} ({request.request_id})" in text for request in requests)
