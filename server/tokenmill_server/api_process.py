@@ -138,7 +138,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         engine_config=start.engine,
         inputs=inputs,
         generator=TextGenerator(client, tokenizer, metrics),
-        readiness=Readiness(num_engines),
+        readiness=Readiness(num_engines, start.engine.data_parallel_size_local),
         started_at=int(time.time()),
         fingerprint=_fingerprint(start),
         metrics=metrics,

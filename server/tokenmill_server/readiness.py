@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tokenmill_engine.errors import EngineDeadError, EngineStartingError
 from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_server.data_parallel.ranks import phrase
 from tokenmill_server.errors import ShuttingDownError
 
 
@@ -47,9 +48,13 @@ class EngineFault:
 class Readiness:
     """The phase and the sentence that explains it to clients."""
 
-    def __init__(self, num_engines: int = 1) -> None:
+    def __init__(self, num_engines: int = 1, num_local: int | None = None) -> None:
+        """`num_local`: the first of the engine cores, those of this launcher; None: all."""
         self.phase = Phase.STARTING
         self.reason = _REASONS[Phase.STARTING]
+        if num_local is not None and num_local < num_engines:
+            remote = phrase(range(num_local, num_engines))
+            self.reason += f", or a launcher with {remote} has not joined yet (the log names those that are missing)"
         self._num_engines = num_engines
         # An engine core is in one of these at most; in none while it starts or is being connected for the first time.
         self._joined: dict[int, int] = {}

@@ -27,6 +27,13 @@ def test_the_reason_is_what_clients_are_told() -> None:
         readiness.check()
 
 
+def test_a_head_says_that_it_may_be_waiting_for_launchers() -> None:
+    assert Readiness(2, 2).reason == "the model is still loading"
+    with pytest.raises(EngineStartingError, match=r"still loading, or a launcher with rank 1 has not joined yet"):
+        Readiness(2, 1).check()
+    assert "a launcher with ranks 0 to 3 has not joined" in Readiness(4, 0).reason
+
+
 @pytest.mark.parametrize("phase", list(Phase))
 def test_nothing_follows_death(phase: Phase) -> None:
     readiness = Readiness()
