@@ -150,9 +150,10 @@ def _local_path(name: str, hub_patterns: list[str]) -> Path:
         return path
     looks_local = name.startswith((".", "/", "~", os.sep)) or name.endswith(".gguf")
     if looks_local or _HUB_ID.match(name) is None:
+        hint = f" (leave the model out for the built-in {name})" if name == EMBEDDED_MODEL_NAME else ""
         raise ConfigError(
             f"model {name!r} does not exist: there is no such folder or file, and it is not a Hugging Face id "
-            "of the form organisation/name"
+            f"of the form organisation/name{hint}"
         )
     return _download(name, hub_patterns)
 

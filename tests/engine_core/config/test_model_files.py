@@ -133,6 +133,7 @@ def test_a_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
         ("./absent/model", "does not exist"),
         ("organisation/absent.gguf", "does not exist"),
         ("just-a-word", "not a Hugging Face id of the form organisation/name"),
+        ("SmolLM2-135M-Instruct", r"\(leave the model out for the built-in SmolLM2-135M-Instruct\)"),
         ("", "the name is empty"),
     ],
 )
