@@ -205,10 +205,10 @@ class RemoteEngines:
             )
         for other in self._launchers.values():
             if set(ranks).intersection(other.ranks):
-                free = f"free: {phrase(missing)}" if (missing := self.missing) else "no rank is free"
-                raise RefusedError(
-                    f"{other.name} has joined already; {free}; use another --data-parallel-start-rank", may_pass=True
-                )
+                advice = "no rank is free; stop that launcher first, or raise --data-parallel-size everywhere"
+                if missing := self.missing:
+                    advice = f"free: {phrase(missing)}; use another --data-parallel-start-rank"
+                raise RefusedError(f"{other.name} has joined already; {advice}", may_pass=True)
 
     def _receive(self, launcher: _Launcher, said_early: list[FromLauncher] | None = None) -> list[EngineUpdate]:
         """Whatever it says, only its own connection may end by that."""
