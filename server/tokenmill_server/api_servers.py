@@ -115,7 +115,9 @@ class ApiServers:
         self._serving.discard(slot)
         self._liveness.forget(("api_server", slot))
         fault = self._faults.pop(slot, None)
-        return describe_exit(returncode) if fault is None else f"{fault} and was killed"
+        if fault is not None:
+            return f"{fault} and was killed"
+        return describe_exit(returncode, savers="--kv-cache-memory-bytes or --api-server-count")
 
     def count_death(self, reason: str) -> None:
         """Raises EngineDeadError if too many have ended within a short time; the last one for `reason`."""

@@ -56,14 +56,14 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def describe_exit(returncode: int, moment: str = "") -> str:
-    """How a child ended, as the predicate of a sentence. `moment`: when, as in `while it was starting`."""
+def describe_exit(
+    returncode: int, moment: str = "", savers: str = "--kv-cache-memory-bytes or --data-parallel-size"
+) -> str:
+    """How a child ended, as the predicate of a sentence. `moment`: when, as in `while it was starting`. `savers`:
+    flags that save memory when they are lowered."""
     when = f" {moment}" if moment else ""
     if returncode == -signal.SIGKILL:
-        return (
-            f"was killed (SIGKILL){when}; if the kernel did so for want of memory, lower --kv-cache-memory-bytes "
-            "or --data-parallel-size"
-        )
+        return f"was killed (SIGKILL){when}; if the kernel did so for want of memory, lower {savers}"
     if returncode < 0:
         return f"was ended by {signal.Signals(-returncode).name}{when}"
     return f"exited with status {returncode}{when}"
