@@ -26,7 +26,7 @@ def flags_page() -> Iterator[str]:
             if flag.group is group:
                 yield f"| {_flag_names(flag)} | {_flag_default(flag)} | {_flag_meaning(flag)} |\n"
     yield "\n## Not supported yet\n\n"
-    yield "These flags of vLLM are known by name. A value that asks for what Tokenmill does anyway is accepted; any "
+    yield "These flags of vLLM are known by name. Many accept the value that asks for what Tokenmill does anyway; any "
     yield "other\nis refused with a sentence that says so.\n\n"
     yield ", ".join(f"`--{row.name}`" for row in sorted(UNSUPPORTED.values(), key=lambda row: row.name)) + "\n"
 

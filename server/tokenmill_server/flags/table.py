@@ -212,7 +212,8 @@ _CACHE = (
         Group.CACHE,
         integer(1),
         None,
-        "KV cache per engine core, or with --tensor-parallel-size per worker, in bytes (2G, 500m); overrides the share",
+        "KV cache per engine core, or per worker with --tensor-parallel-size or --pipeline-parallel-size, in bytes "
+        "(2G, 500m); overrides the share",
         "cache.kv_cache_memory_bytes",
         metavar="BYTES",
         env=(EnvAlias("VLLM_CPU_KVCACHE_SPACE", unit=2**30),),

@@ -1,6 +1,6 @@
 """vLLM's flags that this version knows by name only.
 
-A value that asks for what Tokenmill does anyway is accepted; any other is refused with a clear sentence, so that
+Many accept the value that asks for what Tokenmill does anyway; any other is refused with a clear sentence, so that
 nobody's setting is silently dropped.
 """
 
@@ -53,13 +53,19 @@ _ROWS = [
     _switch("enable-expert-parallel", "false", short="-ep"),
     _value("data-parallel-backend", "mp", short="-dpb"),
     _switch("data-parallel-multi-port-external-lb", "false", short="-dpm"),
-    _value("nnodes", "1"),
+    _value("nnodes", "1", remark="for ranks on several machines start launchers with --headless"),
     _value("node-rank", "0"),
     *_values("master-addr", "master-port", "max-parallel-loading-workers", "worker-cls", "worker-extension-cls"),
     *_values(
         "device-ids", "distributed-timeout-seconds", "all2all-backend", "eplb-config", "expert-placement-strategy"
     ),
-    *_switches("false", "enable-eplb", "enable-dbo", "disable-custom-all-reduce", "numa-bind"),
+    *_switches("false", "enable-eplb", "enable-dbo", "numa-bind"),
+    UnsupportedFlag(
+        "disable-custom-all-reduce",
+        frozenset({"false", "true"}),
+        is_switch=True,
+        notice="workers have no all-reduce of their own",
+    ),
     # Model and loading
     _value("quantization", "none", short="-q"),
     _value("runner", "auto", "generate"),

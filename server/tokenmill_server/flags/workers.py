@@ -30,6 +30,12 @@ def resolve_workers(
     num_members, num_stages = (values[key] for key in keys)
     layers = values["pipeline_parallel_layers"]
     partition = "" if layers is None else values.written("pipeline_parallel_layers")
+    if layers is not None and len(layers) > 1 and not values.is_given("pipeline_parallel_size"):
+        undo = "unset it" if "pipeline_parallel_layers" in values.from_environment else "leave it out"
+        raise ConfigError(
+            f"{partition} {','.join(map(str, layers))} is for {len(layers)} stages; add --pipeline-parallel-size "
+            f"{len(layers)}, or {undo}"
+        )
     share_layers(architecture.num_layers, num_stages, layers, partition, values.stated("pipeline_parallel_size"))
     stated = " and ".join(values.stated(key) for key in keys if values[key] > 1)
     size = num_members * num_stages

@@ -86,7 +86,7 @@ def test_mistakes_name_the_fix(arguments: list[str], message: str) -> None:
         ["-pcp", "1"],
         ["--decode_context_parallel_size=1", "--data-parallel-backend", "mp"],
         ["--enable-chunked-prefill", "--no-enable-lora", "--kv-cache-dtype", "auto"],
-        ["--trust-remote-code"],
+        ["--trust-remote-code", "--disable-custom-all-reduce"],
         ["--quantization", "none", "--preemption-mode", "recompute", "--disable-log-requests"],
     ],
 )
@@ -101,6 +101,10 @@ def test_vllm_flags_that_ask_for_what_happens_anyway_pass(arguments: list[str]) 
         (["--enable-lora"], "--enable-lora is not supported yet; leave it out"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill is not supported; prefill is always chunked"),
         (["--quantization", "squeezellm"], "--quantization squeezellm is not supported yet"),
+        (
+            ["--nnodes", "2"],
+            "--nnodes 2 is not supported yet (only 1 is); for ranks on several machines start launchers",
+        ),
         (["-sc", "{}"], "--speculative-config {} is not supported yet"),
         (["-O3"], "--optimization-level 3 is not supported yet"),
     ],

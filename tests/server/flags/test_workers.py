@@ -108,6 +108,9 @@ def test_layers_of_stages_by_the_variable_of_vllm() -> None:
         ConfigError, match=r"^VLLM_PP_LAYER_PARTITION 10,20 does not fit -pp 3|^VLLM_PP_LAYER_PARTITION"
     ):
         configure("-pp 3", **layers)
+    alone = r"^VLLM_PP_LAYER_PARTITION 10,20 is for 2 stages; add --pipeline-parallel-size 2, or unset it$"
+    with pytest.raises(ConfigError, match=alone):
+        configure("", **layers)
 
 
 def test_mistakes_are_named_as_they_were_written(tmp_path: Path) -> None:
