@@ -60,7 +60,7 @@ def servers(machine: Machine) -> ApiServers:
 
 def test_one_that_ended_is_replaced_at_once(machine: Machine, servers: ApiServers) -> None:
     servers.start()
-    servers.ended(1, -9)
+    assert servers.ended(1, -9).endswith("for want of memory, lower --kv-cache-memory-bytes or --api-server-count")
     servers.replace(1)
     assert servers.running == {0}
     assert servers.next_tick <= machine.now
