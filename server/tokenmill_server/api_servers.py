@@ -14,7 +14,8 @@ from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import FromApiServer, ToApiServer
-from tokenmill_server.children import describe_exit, stop_children, watch_child
+from tokenmill_engine.ipc.exits import describe_exit
+from tokenmill_server.children import stop_children, watch_child
 from tokenmill_server.config import Configuration
 from tokenmill_server.control import ApiServerStart
 from tokenmill_server.liveness import Liveness

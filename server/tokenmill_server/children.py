@@ -1,4 +1,4 @@
-"""The end of child processes: how to bring it about, and how to tell of it."""
+"""The end of child processes, and how to bring it about."""
 
 import logging
 import os
@@ -54,16 +54,3 @@ def _wait_for_ends(processes: list[subprocess.Popen[bytes]], timeout_s: float) -
 
 def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def describe_exit(
-    returncode: int, moment: str = "", savers: str = "--kv-cache-memory-bytes or --data-parallel-size"
-) -> str:
-    """How a child ended, as the predicate of a sentence. `moment`: when, as in `while it was starting`. `savers`:
-    flags that save memory when they are lowered."""
-    when = f" {moment}" if moment else ""
-    if returncode == -signal.SIGKILL:
-        return f"was killed (SIGKILL){when}; if the kernel did so for want of memory, lower {savers}"
-    if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}{when}"
-    return f"exited with status {returncode}{when}"

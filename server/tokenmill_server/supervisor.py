@@ -26,9 +26,10 @@ from tokenmill_engine.ipc.control import (
     Pulse,
     StartFailed,
 )
+from tokenmill_engine.ipc.exits import describe_exit
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import Endpoints, EngineReady
-from tokenmill_server.children import describe_exit, stop_children, watch_child
+from tokenmill_server.children import stop_children, watch_child
 from tokenmill_server.config import FaultConfig
 from tokenmill_server.engine_table import EngineUpdate
 from tokenmill_server.liveness import Liveness
@@ -249,7 +250,8 @@ class EngineSupervisor:
         lost = None
         if not rank.is_lost:
             moment = "" if rank.ready_since is not None else "while it was starting"
-            lost = self._lose(rank, rank.failure or f"{self._name(rank)} {describe_exit(returncode, moment)}")
+            how = describe_exit(returncode, moment, savers="--kv-cache-memory-bytes or --data-parallel-size")
+            lost = self._lose(rank, rank.failure or f"{self._name(rank)} {how}")
         self._schedule_restart(rank)
         return lost
 

@@ -93,14 +93,18 @@ def test_a_signal_before_the_server_is_ready_is_no_success(number: signal.Signal
         assert run.log.splitlines()[-1].endswith(f"{number.name}: stopped before the model was loaded")
 
 
-def test_dead_engine_is_told_to_clients_before_everything_ends() -> None:
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "was killed (SIGKILL)"), (40, "was ended by signal 40")]
+)
+def test_dead_engine_is_told_to_clients_before_everything_ends(number: int, words: str) -> None:
+    """Also one that a signal without a name has ended."""
     with launched("-asc", "2", environment={"_ERROR_DELIVERY_S": "5"}) as run:
         run.wait_for("is ready at")
-        os.kill(run.pid(r"engine 0\.0"), signal.SIGKILL)
+        os.kill(run.pid(r"engine 0\.0"), number)
         run.wait(1)
         assert len(re.findall("hears EngineLost", run.children_log)) == 2
-        assert "engine core 0 was killed (SIGKILL)" in run.children_log
-        assert run.log.splitlines()[-1].startswith("error: engine core 0 was killed (SIGKILL)")
+        assert f"engine core 0 {words}" in run.children_log
+        assert run.log.splitlines()[-1].startswith(f"error: engine core 0 {words}")
 
 
 def test_dead_api_server_is_replaced_and_its_requests_are_dropped() -> None:

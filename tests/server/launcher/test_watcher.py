@@ -15,7 +15,7 @@ import pytest
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_server import children
-from tokenmill_server.children import describe_exit, stop_children, watch_child
+from tokenmill_server.children import stop_children, watch_child
 from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
 
 
@@ -148,10 +148,3 @@ def test_an_event_loop_can_watch_it(watcher: Watcher, child: ChildProcess[Line])
     assert select.select([watcher.fileno()], [], [], 0.05)[0] == []
     child.channel.send(Line("a"))
     assert select.select([watcher.fileno()], [], [], 60)[0] == [watcher.fileno()]
-
-
-@pytest.mark.parametrize(
-    ("returncode", "words"), [(3, "exited with status 3"), (-15, "was ended by SIGTERM"), (-9, "lower --kv-cache")]
-)
-def test_ends_in_words(returncode: int, words: str) -> None:
-    assert words in describe_exit(returncode)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tokenmill_server.children import describe_exit
+from tokenmill_engine.ipc.exits import describe_exit
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,7 @@ from tokenmill_server.children import describe_exit
     [
         (3, "exited with status 3"),
         (-signal.SIGSEGV, "was ended by SIGSEGV"),
+        (-40, "was ended by signal 40"),
         (-signal.SIGKILL, "was killed (SIGKILL)"),
     ],
 )
@@ -20,3 +21,11 @@ def test_the_moment_of_an_end_comes_before_advice(returncode: int, beginning: st
     assert plain.startswith(beginning)
     told = describe_exit(returncode, "while it was starting")
     assert told == f"{beginning} while it was starting{plain.removeprefix(beginning)}"
+
+
+def test_every_signal_can_be_told() -> None:
+    assert len({describe_exit(-number) for number in range(1, signal.SIGRTMAX + 1)}) == signal.SIGRTMAX
+
+
+def test_the_advice_names_the_flags_that_would_help() -> None:
+    assert describe_exit(-signal.SIGKILL, savers="--a or --b").endswith("lower --a or --b")
