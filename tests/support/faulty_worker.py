@@ -9,6 +9,7 @@ that it carries out before; deed one of
     refuse  a StartupError
     exit    end with status 7
     hang    write `hanging RANK` into the file `WORKER_NOTES` and wait
+    leave   leave the other workers, then as `hang`; only between plans
 """
 
 import os
@@ -47,7 +48,10 @@ def replace_worker(rank: int, moment: str, deed: str) -> None:
         nonlocal num_plans
         num_plans += 1
         if moment.isdigit() and num_plans == int(moment) + 1:
-            do(deed, rank)
+            if deed == "leave":
+                worker._group.close()
+                del worker._group._processes  # type: ignore[attr-defined]  # only then the connections end
+            do("hang" if deed == "leave" else deed, rank)
         return execute(worker, plan)
 
     Worker.initialize, Worker.execute = faulty_initialize, faulty_execute  # type: ignore[method-assign]

@@ -3,8 +3,9 @@
 Nothing here is torch's default process group, so a process may be in several groups.
 """
 
+import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,40 +26,51 @@ once to those that wait for it; others wait for these, until they leave."""
 _NUM_TAGS = 1 << 31
 """Gloo's are not negative and 32 bits long. Steps are counted further, but never as many of them are under way."""
 
+_SOURCE_PLACE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
+"""As in `[enforce fail at /build/gloo/transport/tcp/device.cc:212]`."""
+_GUESS = re.compile(r"\.? This is typically .*")
+"""What gloo adds to most of its errors."""
+_ENDED = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe")
+"""What gloo says if the process at the other end of a connection has ended."""
 
-def join(rank: int, size: int, store_path: Path, timeout_s: float = 60.0) -> "TorchGroup":
+
+def join(
+    rank: int, size: int, store_path: Path, timeout_s: float = 60.0, names: Sequence[str] | None = None
+) -> "TorchGroup":
     """The group whose members meet at the file `store_path`, in a folder that is their user's alone. The file must be
     new to every group: the first member makes it, and the last one to leave takes it away, unless one is killed.
+    `names` are those of all members in errors, after the word worker; their ranks if there are none.
 
     Raises:
         StartupError: some members did not come within `timeout_s`, or this machine has no working loopback interface.
     """
     timeout = timedelta(seconds=timeout_s)
+    names = names or [str(each) for each in range(size)]
     if not store_path.parent.is_dir():
         # Torch would look for it for minutes.
-        raise StartupError(f"worker {rank} of {size} cannot join the others: the folder {store_path.parent} is gone")
+        raise StartupError(f"worker {names[rank]} cannot join the others: the folder {store_path.parent} is gone")
     try:
         store = _c10d.FileStore(str(store_path), size)
         store.set(_member(rank), "here")
-        _await_members(store, size, timeout)
+        _await_members(store, names, timeout)
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = timeout
         processes = _c10d.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
-        raise StartupError(f"worker {rank} of {size} cannot join the others: {_first_line(error)}") from error
+        raise StartupError(f"worker {names[rank]} cannot join the others: {_reason(error)}") from error
     processes._set_default_timeout(_CALL_TIMEOUT)
-    return TorchGroup(processes, rank, size)
+    return TorchGroup(processes, rank, size, names[rank])
 
 
-def _await_members(store: Any, size: int, timeout: timedelta) -> None:
-    members = [_member(rank) for rank in range(size)]
+def _await_members(store: Any, names: Sequence[str], timeout: timedelta) -> None:
+    members = [_member(rank) for rank in range(len(names))]
     try:
         store.wait(members, timeout)
     except RuntimeError as error:
-        missing = [str(rank) for rank, member in enumerate(members) if not store.check([member])]
+        missing = [name for name, member in zip(names, members, strict=True) if not store.check([member])]
         raise StartupError(
-            f"worker{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {size} did not join the others within "
+            f"worker{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not join the others within "
             f"{timeout.total_seconds():g} s"
         ) from error
 
@@ -70,9 +82,10 @@ def _member(rank: int) -> str:
 class TorchGroup:
     """A `Group` and a `Chain`. A failed call means that the group is broken: EngineDeadError."""
 
-    def __init__(self, processes: Any, rank: int, size: int) -> None:
+    def __init__(self, processes: Any, rank: int, size: int, name: str) -> None:
         self.rank = rank
         self.size = size
+        self._name = name
         self._processes = processes
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self.received_tag: int | None = None
@@ -124,9 +137,15 @@ class TorchGroup:
             raise self._loss(error) from error
 
     def _loss(self, error: RuntimeError) -> EngineDeadError:
-        return EngineDeadError(f"worker {self.rank} lost the others: {_first_line(error)}")
+        """Clients read it: of sockets nothing, unless it is something else than the end of another worker."""
+        message = f"worker {self._name} lost the connection to another worker"
+        return EngineDeadError(message if _ENDED.search(str(error)) else f"{message}: {_reason(error)}")
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+def _reason(error: Exception) -> str:
+    """What gloo says, without the places in its source files and its guesses."""
+    text = str(error)
+    if "Unable to find interface" in text:
+        return f"this machine has no working loopback interface ({_LOOPBACK})"
+    lines = _GUESS.sub("", _SOURCE_PLACE.sub("", text)).splitlines()
+    return lines[0].strip() if lines else type(error).__name__

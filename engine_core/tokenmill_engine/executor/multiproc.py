@@ -159,7 +159,9 @@ class MultiprocExecutor:
         """A worker that ended is to blame for what others say of it; else who failed first is."""
         self._pool.wait_for_loss(_LOSS_S)
         rank, failure = min(failures.items(), key=lambda item: item[1].at)
-        where = f"{self._pool.name(rank)}: " if self._pool.size > 1 else ""
+        name = self._pool.name(rank)
+        is_named = self._pool.size == 1 or failure.message.startswith(name)
+        where = "" if is_named else f"{name}: "
         self._death = self._pool.lost or where + failure.message
         raise EngineDeadError(self._death)
 

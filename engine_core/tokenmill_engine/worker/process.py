@@ -68,7 +68,9 @@ class WorkerProcess:
             answer: Answer = self._worker.execute(plan).wait()
         except Exception as error:
             at = time.monotonic()
-            logger.exception("step %d failed", plan.step)
+            # What another worker did needs no traceback of ours.
+            is_elsewhere = isinstance(error, EngineDeadError) and not logger.isEnabledFor(logging.DEBUG)
+            logger.error("step %d failed: %s", plan.step, error, exc_info=not is_elsewhere)
             failure = self._as_engine_error(error, plan.step)
             is_after_others = self._chain is not None and self._chain.received_tag == plan.step
             is_final = isinstance(failure, EngineDeadError)
@@ -80,11 +82,17 @@ def _join(start: WorkerStart, rank: int, module: ModuleType) -> dict[str, Any]:
     """The workers that have the same layers, and those with the stages of the model that this one has a part of."""
     num_members, num_stages = start.config.parallel.tensor_parallel_size, start.config.parallel.pipeline_parallel_size
     stage, member = divmod(rank, num_members)
+
+    def name(stage: int, member: int) -> str:
+        return f"{start.engine_rank}.{stage * num_members + member}"
+
     others = {}
     if num_members > 1:
-        others["group"] = module.join(member, num_members, Path(stage_store(start.store_path, stage)))
+        names = [name(stage, each) for each in range(num_members)]
+        others["group"] = module.join(member, num_members, Path(stage_store(start.store_path, stage)), names=names)
     if num_stages > 1:
-        others["chain"] = module.join(stage, num_stages, Path(chain_store(start.store_path, member)))
+        names = [name(each, member) for each in range(num_stages)]
+        others["chain"] = module.join(stage, num_stages, Path(chain_store(start.store_path, member)), names=names)
     return others
 
 

@@ -2,12 +2,14 @@
 
 import json
 import select
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TypeVar
 
 import psutil
@@ -123,7 +125,7 @@ def test_who_waits_for_one_that_left_hears_of_it(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> int:
         num_errors = 0
         for tag in range(3 * group.rank):
-            with pytest.raises(EngineDeadError, match=r"^worker 1 lost the others: "):
+            with pytest.raises(EngineDeadError, match=r"^worker 1 lost the connection to another worker$"):
                 group.receive(torch.zeros(1), tag)
             num_errors += 1
         return num_errors
@@ -162,18 +164,51 @@ def test_two_groups_in_one_process_do_not_mix(tmp_path: Path) -> None:
 
 def test_members_that_do_not_come_are_named(tmp_path: Path) -> None:
     def run(rank: int) -> None:
-        join(rank, 4, tmp_path / "store", timeout_s=2.0)
+        join(rank, 4, tmp_path / "store", timeout_s=2.0, names=[f"3.{each}" for each in range(4)])
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(run, rank) for rank in (0, 2)]
     for future in futures:
-        with pytest.raises(StartupError, match=r"^workers 1, 3 of 4 did not join the others within 2 s$"):
+        with pytest.raises(StartupError, match=r"^workers 3\.1, 3\.3 did not join the others within 2 s$"):
             future.result()
 
 
 def test_a_folder_that_is_not_there_is_a_start_error(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"^worker 0 of 2 cannot join the others: the folder .*nowhere is gone$"):
+    with pytest.raises(StartupError, match=r"^worker 0 cannot join the others: the folder .*nowhere is gone$"):
         join(0, 2, tmp_path / "nowhere" / "store", timeout_s=0.5)
+
+
+NO_LOOPBACK = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tokenmill_engine.distributed.torch_group import join
+from tokenmill_engine.errors import StartupError
+
+def run(rank):
+    try:
+        join(rank, 2, Path(sys.argv[1]), names=["3.0", "3.1"])
+    except StartupError as error:
+        return str(error)
+
+with ThreadPoolExecutor(2) as pool:
+    print(*pool.map(run, range(2)), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_loopback_interface_is_told_of(tmp_path: Path) -> None:
+    isolated = ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], check=False, stderr=DEVNULL).returncode:
+        pytest.skip("no network namespace can be made here")
+    done = subprocess.run(
+        [*isolated, sys.executable, "-c", NO_LOOPBACK, str(tmp_path / "store")],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    reason = "this machine has no working loopback interface (127.0.0.1)"
+    assert done.stdout.splitlines() == [f"worker 3.{rank} cannot join the others: {reason}" for rank in range(2)]
 
 
 def test_a_host_name_that_does_not_resolve_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +310,6 @@ def test_processes_agree_to_the_last_bit_until_one_is_killed(members: Members) -
         rank, answer = members.answer(*left)
         assert isinstance(answer, dict)
         assert answer["error"] == "EngineDeadError"
-        assert answer["message"].startswith(f"worker {rank} lost the others: ")
+        assert answer["message"] == f"worker {rank} lost the connection to another worker"
         assert members.end(rank) == 0
         left.remove(rank)

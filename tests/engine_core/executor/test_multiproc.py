@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,7 +224,9 @@ class TestStart:
     def test_a_worker_killed_before_it_is_configured(self, victim: int, tmp_path: Path) -> None:
         run = Running(tmp_path, 2)
         run.processes[victim].kill()
-        with pytest.raises(StartupError, match=rf"^worker 3.{victim} was killed \(SIGKILL\).* while it was starting$"):
+        with pytest.raises(
+            StartupError, match=rf"^worker 3.{victim} was killed \(SIGKILL\) while it was starting; .*$"
+        ):
             run.executor.initialize()
         run.executor.shutdown()
         run.check_gone()
@@ -306,6 +309,21 @@ class TestDeaths:
             for handle in handles[1:]:
                 with pytest.raises(EngineDeadError, match=rf"^worker 3.{victim} was killed"):
                     handle.result()
+
+    def test_a_worker_whose_connection_ends_says_so_in_one_line(
+        self, fault: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """To clients and in the log, without a traceback and what gloo says."""
+        fault("1 1 leave")
+        words = "worker 3.0 lost the connection to another worker"
+        with running(tmp_path, 2) as workers:
+            workers.submit().result()
+            with pytest.raises(EngineDeadError, match=rf"^{re.escape(words)}$"):
+                workers.submit().result()
+        log = capfd.readouterr().err
+        assert len(re.findall(rf"ERROR .* step \d+ failed: {re.escape(words)}$", log, re.MULTILINE)) == 1
+        assert "Traceback" not in log
+        assert "gloo" not in log
 
     @pytest.mark.parametrize("rank", RANKS)
     def test_one_rank_fails_alone(self, rank: int, fault: Callable[[str], Path], tmp_path: Path) -> None:
