@@ -99,4 +99,6 @@ def describe_os_error(error: Exception) -> str:
     """What the system refused, for somebody who can change that."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         return "too many open files: raise `ulimit -n`"
+    if getattr(error, "errno", None) == errno.EFBIG:
+        return "a file would be too large: raise `ulimit -f`"
     return str(error)

@@ -5,6 +5,7 @@ thread that started them ends. Knows nothing of what plans and answers say.
 """
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -16,13 +17,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import StartupError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.exits import describe_exit
+from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.shared_ring import RingFiles, RingReader, RingWriter, create_ring, wake_up
 from tokenmill_engine.outputs import KVCapacity
 from tokenmill_engine.worker.control import FromWorker, WorkerFailed, WorkerReady, WorkerStart
+
+logger = logging.getLogger(__name__)
 
 _MODULE = "tokenmill_engine.worker.process"
 _PLANS_BYTES = 4 << 20
@@ -31,6 +38,8 @@ _ANSWERS_BYTES = 1 << 20
 """Of each worker: which one sends results is not known yet. What is not written takes no memory."""
 _GRACE_S = 0.5
 """Between the first failure of a start and the one that counts: another may have been first."""
+_PATIENCE_S = 60.0
+"""How long a start may go on without a sign of any worker before that is worth a warning, and before the next one."""
 _END_S = 0.5
 """How long workers get to end by themselves; the engine core itself gets a second."""
 
@@ -46,8 +55,9 @@ class _Exit:
 class WorkerPool:
     """`size` workers, by rank. The engine core's thread uses it; `lost` may be set in another one."""
 
-    def __init__(self, size: int) -> None:
-        """Starts the processes, which import what they need and wait. Main thread only.
+    def __init__(self, size: int, patience_s: float = _PATIENCE_S) -> None:
+        """Starts the processes, which import what they need and wait. Main thread only. `patience_s`: how long a start
+        may go on without a sign of any worker before that is logged, and before it is logged again.
 
         Raises:
             StartupError: the machine does not let us start so many, or any.
@@ -55,6 +65,7 @@ class WorkerPool:
         if sys.platform != "linux":
             raise StartupError("worker processes need Linux; use --distributed-executor-backend uni")
         self.size = size
+        self._patience_s = patience_s
         self.lost: str | None = None
         """Once set: a worker that was ready has ended, and how. A wake-up of who waits for answers follows."""
         self._has_lost = threading.Event()
@@ -89,9 +100,12 @@ class WorkerPool:
                 child.channel.send(start)
         ready: dict[int, KVCapacity] = {}
         failures: dict[int, tuple[float, str]] = {}
+        began = time.monotonic()
+        warning_at = began + self._patience_s
         deadline: float | None = None
         while failures or len(ready) < self.size:
-            for rank, event in self._wait(deadline):
+            for rank, event in self._wait(deadline or warning_at):
+                warning_at = time.monotonic() + self._patience_s
                 match event:
                     case WorkerReady(capacity=capacity):
                         ready[rank] = capacity
@@ -100,16 +114,28 @@ class WorkerPool:
                     case _Exit(returncode=returncode) if rank not in failures:
                         # No error of another worker makes one be killed, but the other way round.
                         at = 0.0 if returncode == -signal.SIGKILL else time.monotonic()
-                        failures[rank] = at, f"{self._names[rank]} {describe_exit(returncode)} while it was starting"
+                        how = describe_exit(returncode, "while it was starting")
+                        failures[rank] = at, f"{self._names[rank]} {how}"
             if failures:
                 deadline = deadline or time.monotonic() + _GRACE_S
                 if len(failures) == self.size or time.monotonic() >= deadline:
                     raise StartupError(min(failures.values())[1])
+            elif time.monotonic() >= warning_at:
+                self._warn_of_late([rank for rank in range(self.size) if rank not in ready], time.monotonic() - began)
+                warning_at = time.monotonic() + self._patience_s
         return [ready[rank] for rank in range(self.size)]
+
+    def _warn_of_late(self, ranks: list[int], waited_s: float) -> None:
+        """Nothing else would tell of a worker that is stopped or hangs: the others wait for it."""
+        names = ", ".join(
+            self._names[rank] + (" (stopped)" if _is_stopped(self._children[rank].process.pid) else "")
+            for rank in ranks
+        )
+        logger.warning("the start has waited %.0f s; not ready: %s", waited_s, names)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """From now on, a worker's end sets `lost`, wakes the thread that waits for answers and calls `on_lost` in a
-        thread of the pool's own; that only before `expect_ends`."""
+        thread of the pool's own; that only before `expect_ends`. If that thread fails, so does this process."""
 
         def watch() -> None:
             while not self._is_stopping.is_set():
@@ -121,7 +147,7 @@ class WorkerPool:
                         if not self._is_ending:
                             on_lost(self.lost)
 
-        self._watcher = threading.Thread(target=watch, name="worker-watcher", daemon=True)
+        self._watcher = threading.Thread(target=die_with, args=(watch,), name="worker-watcher", daemon=True)
         self._watcher.start()
 
     def expect_ends(self) -> None:
@@ -223,10 +249,9 @@ class WorkerPool:
         return fd
 
 
-def describe_exit(returncode: int) -> str:
-    """How a worker ended, as the predicate of a sentence."""
-    if returncode == -signal.SIGKILL:
-        return "was killed (SIGKILL); if the kernel did so for want of memory, lower --kv-cache-memory-bytes"
-    if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    return f"exited with status {returncode}"
+def _is_stopped(pid: int) -> bool:
+    """By SIGSTOP or a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False
