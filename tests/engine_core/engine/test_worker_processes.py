@@ -190,7 +190,10 @@ class TestStart:
             workers[1].kill()
             answer = child.channel.receive()
             assert isinstance(answer, StartFailed)
-            assert answer.message.startswith("worker 0.1 was killed (SIGKILL) while it was starting")
+            assert answer.message == (
+                "worker 0.1 was killed (SIGKILL) while it was starting; if the kernel did so for want of memory, lower "
+                "--kv-cache-memory-bytes"
+            )
             assert child.process.wait(timeout=DEADLINE_S) == 1
             check_gone(workers)
 
