@@ -9,9 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+from tokenmill_engine.ipc.child import is_stopped
 from tokenmill_engine.ipc.control import Ping
 from tokenmill_server.watcher import ChildKey
 
@@ -82,7 +81,7 @@ class Liveness:
         return [(key, fault) for key, watched in self._watched.items() if (fault := self._look_at(watched)) is not None]
 
     def _look_at(self, watched: _Watched) -> str | None:
-        if watched.pid is None or not _is_stopped(watched.pid):
+        if watched.pid is None or not is_stopped(watched.pid):
             watched.stopped_since = None
         elif watched.stopped_since is None:
             watched.stopped_since = self.now
@@ -97,10 +96,3 @@ class Liveness:
             except ChannelClosedError:
                 watched.answers = False  # its end will be noticed
         return None
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.Error:
-        return False

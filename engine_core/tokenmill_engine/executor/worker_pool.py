@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import StartupError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.child import ChildProcess, is_stopped, spawn_child
 from tokenmill_engine.ipc.exits import describe_exit
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.shared_ring import RingFiles, RingReader, RingWriter, create_ring, wake_up
@@ -128,7 +126,7 @@ class WorkerPool:
     def _warn_of_late(self, ranks: list[int], waited_s: float) -> None:
         """Nothing else would tell of a worker that is stopped or hangs: the others wait for it."""
         names = ", ".join(
-            self._names[rank] + (" (stopped)" if _is_stopped(self._children[rank].process.pid) else "")
+            self._names[rank] + (" (stopped)" if is_stopped(self._children[rank].process.pid, or_traced=True) else "")
             for rank in ranks
         )
         logger.warning("the start has waited %.0f s; not ready: %s", waited_s, names)
@@ -247,11 +245,3 @@ class WorkerPool:
     def _own_fd(self, fd: int) -> int:
         self._open.callback(os.close, fd)
         return fd
-
-
-def _is_stopped(pid: int) -> bool:
-    """By SIGSTOP or a debugger."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.Error:
-        return False

@@ -1,4 +1,4 @@
-"""The parent's side of a child process: start it with a control channel that it inherits."""
+"""The parent's side of a child process: start it with a control channel that it inherits, and see how it stands."""
 
 import os
 import socket
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import psutil
 
 from tokenmill_engine.ipc.bytecode import bytecode_environment
 from tokenmill_engine.ipc.channel import ControlChannel
@@ -72,3 +74,12 @@ def _usable_folder() -> str | None:
     except OSError:
         return "/"
     return None
+
+
+def is_stopped(pid: int, *, or_traced: bool = False) -> bool:
+    """Whether a process stands still by SIGSTOP or the like; `or_traced`: or because a debugger holds it."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return False
+    return status == psutil.STATUS_STOPPED or (or_traced and status == psutil.STATUS_TRACING_STOP)
