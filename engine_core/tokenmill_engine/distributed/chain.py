@@ -26,9 +26,6 @@ class Chain(Protocol):
     def agree_min(self, value: int) -> int:
         """The smallest `value` of all members. Waits on the host."""
 
-    def close(self) -> None:
-        """Leave. The other members' calls may fail from now on."""
-
 
 class _OneStage:
     rank = 0
@@ -42,9 +39,6 @@ class _OneStage:
 
     def agree_min(self, value: int) -> int:
         return value
-
-    def close(self) -> None:
-        pass
 
 
 ONE_STAGE: Final[Chain] = _OneStage()

@@ -27,9 +27,6 @@ class Group(Protocol):
     def agree_min(self, value: int) -> int:
         """The smallest `value` of all members. Waits on the host."""
 
-    def close(self) -> None:
-        """Leave. The other members' calls may fail from now on."""
-
 
 class _Alone:
     rank = 0
@@ -43,9 +40,6 @@ class _Alone:
 
     def agree_min(self, value: int) -> int:
         return value
-
-    def close(self) -> None:
-        pass
 
 
 ALONE: Final[Group] = _Alone()

@@ -121,6 +121,7 @@ class TorchGroup:
         return int(smallest)
 
     def close(self) -> None:
+        """Leave. The other members' calls may fail from now on."""
         self._processes.shutdown()
 
     def _begin(self, call: Callable[..., Any], *arguments: Any) -> Any:
