@@ -75,23 +75,26 @@ class DenseDecoder:
         self._groups = group_layers(self.kv_specs)
         group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
         is_tied = architecture.tie_word_embeddings
+        self._vocabulary: dict[str, TokenEmbedding] = {}
+        """What is here for each entry of the vocabulary, by name."""
         if stage.is_first or (stage.is_last and is_tied):
-            self.embed_tokens = TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
+            self.embed_tokens = self._add_vocabulary("model.embed_tokens")
         self.layers = [
             DecoderLayer(architecture, self._attend(spec, group_of[index]), placement)
             for index, spec in enumerate(self.kv_specs)
         ]
         if stage.is_last:
             self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, placement)
-            self.head_rows = (
-                self.embed_tokens
-                if is_tied
-                else TokenEmbedding(architecture.vocab_size, architecture.hidden_size, placement)
-            )
+            self.head_rows = self.embed_tokens if is_tied else self._add_vocabulary("lm_head")
             self.lm_head = LMHead(self.head_rows)
         num_positions = config.max_model_len + _SPARE_POSITIONS
         self.cos_sin = cos_sin_table(architecture.rope, architecture.head_dim, num_positions, device)
         self._fused: FusedStack | None = None
+
+    def _add_vocabulary(self, name: str) -> TokenEmbedding:
+        table = TokenEmbedding(self.architecture.vocab_size, self.architecture.hidden_size, self._placement)
+        self._vocabulary[name] = table
+        return table
 
     def _attend(self, spec: KVSpec, group: int) -> PagedAttention:
         num_heads = self._placement.share(self.architecture.num_heads).count
@@ -107,23 +110,13 @@ class DenseDecoder:
         """Where each checkpoint tensor goes, or this worker's part of it, by its Hugging Face name. Every one must be
         filled, then `finalize`."""
         targets: dict[str, Target] = {}
-        for table, name in self._vocabulary():
+        for name, table in self._vocabulary.items():
             targets.update(table.targets(name))
         for index, layer in zip(self.stage.layers, self.layers, strict=True):
             targets.update(layer.targets(f"model.layers.{index}."))
         if self.stage.is_last:
             targets.update(self.norm.targets("model.norm"))
         return targets
-
-    def _vocabulary(self) -> list[tuple[TokenEmbedding, str]]:
-        """What is here for each entry of the vocabulary, by name."""
-        is_tied = self.architecture.tie_word_embeddings
-        tables = []
-        if self.stage.is_first or (self.stage.is_last and is_tied):
-            tables.append((self.embed_tokens, "model.embed_tokens"))
-        if self.stage.is_last and not is_tied:
-            tables.append((self.head_rows, "lm_head"))
-        return tables
 
     def parameter_names(self) -> list[str]:
         """The Hugging Face names of all parameters of the whole model, in order; `targets` has those of this stage."""
@@ -139,7 +132,7 @@ class DenseDecoder:
         On a CPU whose library can run the whole stack, it takes the layers over unless `allow_fused` is False;
         results are the same within rounding. A worker that has a part of the layers runs them one by one.
         """
-        for table, _ in self._vocabulary():
+        for table in self._vocabulary.values():
             table.finalize()
         is_whole = self._placement.group.size == 1 and self.stage.is_whole
         if allow_fused and is_whole and can_fuse(self.architecture, self.dtype, self.device, len(self._groups)):

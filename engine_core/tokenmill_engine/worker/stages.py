@@ -14,6 +14,7 @@ import torch
 from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.slots import SlotTables
 
@@ -84,4 +85,6 @@ class RelayedStep:
     def wait(self) -> StepResult:
         """A result without tokens."""
         num_reqs = self._plan.num_reqs
-        return StepResult(self._plan.step, np.full((num_reqs, 1), -1, np.int32), np.zeros(num_reqs, np.int32))
+        return StepResult(
+            self._plan.step, np.full((num_reqs, 1), INVALID_TOKEN, np.int32), np.zeros(num_reqs, np.int32)
+        )
