@@ -94,6 +94,14 @@ async def counted(tokenizer: Tokenizer, num_engines: int = 1) -> AsyncIterator[t
             each.generator.disconnect()
 
 
+async def fail_with_connection(each: Counted, far: FarEngine) -> None:
+    """Two sequences are open on engine 0 when the connection to it breaks."""
+    await each.start(0, n=2)
+    far.cut()
+    await wait_until(lambda: each.generator.misses(far.ready()))
+    each.generator.fail_engine(0, BROKE)
+
+
 def lost(engine: int) -> EngineLost:
     return EngineLost(engine, 0, f"engine core {engine} was killed", restarts=True)
 
@@ -120,10 +128,7 @@ async def test_every_open_sequence_counts_once_and_no_other(tokenizer: Tokenizer
 async def test_what_failed_with_the_connection_counts_when_the_engine_is_lost(tokenizer: Tokenizer) -> None:
     """While it may live, it may still count them itself."""
     async with counted(tokenizer) as (each, (far,)):
-        await each.start(0, n=2)
-        far.cut()
-        await wait_until(lambda: each.generator.misses(far.ready()))
-        each.generator.fail_engine(0, BROKE)
+        await fail_with_connection(each, far)
         assert each.lost == [0]
         each.generator.engine_lost(lost(0))
         assert each.lost == [2]
@@ -135,10 +140,7 @@ async def test_what_failed_with_the_connection_counts_when_the_engine_is_lost(to
 async def test_what_failed_with_the_connection_is_left_to_an_engine_that_lives(tokenizer: Tokenizer) -> None:
     """It aborts, and counts, what a client had open that greets it again."""
     async with counted(tokenizer) as (each, (far,)):
-        await each.start(0, n=2)
-        far.cut()
-        await wait_until(lambda: each.generator.misses(far.ready()))
-        each.generator.fail_engine(0, BROKE)
+        await fail_with_connection(each, far)
         await each.generator.connect(far.ready())
         await wait_until(lambda: far.engine.num_running == 0)
         await each.start(0)

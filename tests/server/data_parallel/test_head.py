@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +40,6 @@ from tokenmill_server.version import __version__
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """With strangers, who may say something when the machine lets them."""
     monkeypatch.setattr(reception, "_SILENT_S", PATIENCE_S)
-
-
-@pytest.fixture
-def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
-    with_head = Rendezvous(tmp_path)
-    yield with_head
-    with_head.stop()
 
 
 @pytest.fixture

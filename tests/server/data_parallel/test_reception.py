@@ -5,7 +5,6 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +15,6 @@ from tokenmill_server.data_parallel.messages import JoinRequest, Registration
 from tokenmill_server.version import __version__
 
 LET_GO = "that did not register and were let go"
-
-
-@pytest.fixture
-def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
-    with_head = Rendezvous(tmp_path)
-    yield with_head
-    with_head.stop()
 
 
 @contextlib.contextmanager
