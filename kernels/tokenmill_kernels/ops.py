@@ -245,16 +245,19 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N], in x's dtype or in float32 when `out_dtype` says so.
+    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N], in x's dtype or in float32 when `out_dtype` says so; in `out`,
+    which has that dtype and no gaps, if it is given.
 
     A float32 product is never rounded to x's dtype on its way. On CUDA nothing may run beside it on another stream
     that calls any of the linear functions.
     """
     if x.is_cuda:
-        product: torch.Tensor = _gpu().linear.linear(x, _plain(weight), bias, out_dtype)
+        product: torch.Tensor = _gpu().linear.linear(x, _plain(weight), bias, out_dtype, out)
         return product
-    return cpu.linear(x, weight, bias, out_dtype=out_dtype)
+    product = cpu.linear(x, weight, bias, out_dtype=out_dtype)
+    return product if out is None else out.copy_(product)
 
 
 def gated_linear(

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from tokenmill_kernels import ops
+
 Result = TypeVar("Result")
 
 _DEADLINE_S = 60.0
@@ -37,6 +39,20 @@ class ThreadGroup:
         for value in values[1:]:
             total += value
         return self._when_all_are_done(total)
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A place that is no part of anything else."""
+        return torch.empty(num_rows, width, dtype=dtype)
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, out=out)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         values = self._exchange("all_gather", x)

@@ -4,6 +4,8 @@ from typing import Final, Protocol
 
 import torch
 
+from tokenmill_kernels import ops
+
 
 class Group(Protocol):
     """One member's view. Every member calls the same methods in the same order with tensors of the same shape and
@@ -21,6 +23,21 @@ class Group(Protocol):
         """The sum of all members' `x`, with the same bits on every one of them. May be `x` itself, overwritten.
         What is summed is contiguous."""
 
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory [num_rows, width] for what the next `add_rms_norm` sums up, if there is a place where that costs less
+        than elsewhere. To be filled before anything else is summed."""
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `ops.add_rms_norm`, of the sum of all members' `x` [num_rows, width]; the rest is the same on every one of
+        them, and so are the bits of the results. `x` may be overwritten."""
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, n] of each member -> [num_rows, size * n], by rank along the last dimension."""
 
@@ -34,6 +51,19 @@ class _Alone:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.add_rms_norm(x, residual, weight, eps, out=out)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -47,7 +47,8 @@ class DecoderLayer:
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         output_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual), both [num_tokens, hidden_size]; their sum is the stream that goes on.
+        """(block output, residual), both [num_tokens, hidden_size]; their sum is the stream that goes on. Of several
+        workers each has a part of the block output.
 
         `residual` is the stream that came in, `normed` the same behind `input_norm`. All tokens leave keys and values;
         given `output_rows` (int32), only those tokens go through the rest of the layer and come out.

@@ -1,7 +1,7 @@
 """Matrix multiplications, and where the rows and columns of each checkpoint tensor go in them.
 
 Several workers that share a model have the rows of a matrix between them, and then each makes a part of the results;
-or the columns, and then each makes a part of every result's sum.
+or the columns, and then each makes a part of every result's sum. The norm behind adds these parts up.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,16 +20,16 @@ class Linear:
     kernel likes best.
     """
 
-    __slots__ = ("_added_bias", "_inputs", "_outputs", "_sum", "bias", "weight")
+    __slots__ = ("_added_bias", "_inputs", "_outputs", "_room", "bias", "weight")
 
     def __init__(self, inputs: Share, outputs: Mapping[str, Share], has_bias: bool, placement: Placement) -> None:
-        """With a part of the columns (`inputs`), rows must be whole: results are added up over the workers."""
+        """With a part of the columns (`inputs`), rows must be whole."""
         self._inputs = inputs
         self._outputs = dict(outputs)
         out_features = sum(rows.count for rows in outputs.values())
         self.weight: torch.Tensor | ops.PackedWeight = placement.empty(out_features, inputs.count)
         self.bias = placement.empty(out_features) if has_bias else None
-        self._sum = None if inputs.is_whole else placement.group.all_reduce
+        self._room = None if inputs.is_whole else placement.group.room
         # All workers have the bias of a sum, and one adds it.
         self._added_bias = self.bias if inputs.is_whole or placement.group.rank == 0 else None
 
@@ -56,6 +56,6 @@ class Linear:
             self.weight = ops.pack_linear(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, columns here] -> [num_tokens, rows here]."""
-        product = ops.linear(x, self.weight, self._added_bias)
-        return product if self._sum is None else self._sum(product)
+        """x [num_tokens, columns here] -> [num_tokens, rows here]; with a part of the columns, a part of that sum."""
+        out = None if self._room is None else self._room(x.shape[0], self.weight.shape[0], x.dtype)
+        return ops.linear(x, self.weight, self._added_bias, out=out)

@@ -25,6 +25,6 @@ class GatedMLP:
         yield from self.down_proj.targets(prefix)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size], of several workers a part of that sum from each."""
         gate_up = self.gate_up_proj
         return self.down_proj(ops.gated_linear(hidden, gate_up.weight, gate_up.bias))

@@ -12,9 +12,10 @@ from tokenmill_kernels import ops
 class RMSNorm:
     """x / rms(x) * weight over the last dimension, fused with the operation in front of it."""
 
-    __slots__ = ("eps", "weight")
+    __slots__ = ("_group", "eps", "weight")
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        self._group = None if placement.group.size == 1 else placement.group
         self.weight = placement.empty(size)
         self.eps = eps
 
@@ -32,6 +33,8 @@ class RMSNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual), both [num_tokens, size]; the norm in `out` if that is given.
-        `residual` may be overwritten."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps, out=out)
+        """(norm(x + residual), x + residual), both [num_tokens, size]; the norm in `out` if that is given. Of several
+        workers each has a part of `x`, a sum, and all of `residual`. Both may be overwritten."""
+        if self._group is None:
+            return ops.add_rms_norm(x, residual, self.weight, self.eps, out=out)
+        return self._group.add_rms_norm(x, residual, self.weight, self.eps, out)

@@ -27,7 +27,8 @@ from tokenmill_engine.models.fused_stack import FusedStack, can_fuse
 from tokenmill_kernels import ops
 
 Stream = tuple[torch.Tensor, torch.Tensor]
-"""What goes from layer to layer: the last one's output and the residual, both [num_tokens, hidden_size]."""
+"""What goes from layer to layer: the last one's output and the residual, both [num_tokens, hidden_size]. Of several
+workers each has a part of the output, which is a sum, and all of the residual."""
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """Key and value cache of each layer, as `ops.allocate_kv_cache` makes them."""
 

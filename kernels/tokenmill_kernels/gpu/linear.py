@@ -21,13 +21,18 @@ from tokenmill_kernels.gpu.linear_stream import can_stream, stream_argmax, strea
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `out_dtype`, or in x's dtype if that is None."""
+    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `out_dtype`, or in x's dtype if that is None; in `out`, which
+    has that dtype and no gaps, if it is given."""
     config = _stream_config("linear", x, weight)
     if config is None:
-        return library_linear(x, weight, bias, out_dtype)
-    return stream_linear(x, weight, bias, config, out_dtype=out_dtype)
+        return library_linear(x, weight, bias, out_dtype, out)
+    return stream_linear(x, weight, bias, config, out_dtype=out_dtype, out=out)
 
 
 def gated_linear(x: torch.Tensor, gate_up_weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -48,14 +48,17 @@ def stream_linear(
     config: StreamConfig,
     *,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
     """x [T, K] @ weight [N, K].T + bias [N] -> [T, N]; gated, silu of the first half times the second -> [T, N / 2].
+    In `out` if that is given.
 
     `can_stream` must hold. Accumulates in float32 and rounds once.
     """
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty((x.shape[0], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((x.shape[0], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
     _launch(out, None, x, weight, bias, config, gated)
     return out
 

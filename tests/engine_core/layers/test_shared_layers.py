@@ -49,7 +49,7 @@ def test_products_of_parts_of_the_columns_add_up(size: int, has_bias: bool) -> N
         linear = Linear(columns, {"down": whole(10)}, has_bias, placement)
         fill(linear.targets(""), values)
         linear.finalize()
-        return linear(cut(x, (whole(7), columns)).contiguous())
+        return group.all_reduce(linear(cut(x, (whole(7), columns)).contiguous()))
 
     expected = F.linear(x, values["down.weight"], values["down.bias"] if has_bias else None)
     for result in on_every_rank(thread_groups(size), run):
@@ -85,6 +85,22 @@ def test_the_first_norm_looks_rows_up_among_workers() -> None:
     for normed, stream in on_every_rank(thread_groups(3), run):
         assert torch.equal(stream, weight[ids])
         torch.testing.assert_close(normed, F.rms_norm(weight[ids], (HIDDEN,), scale, 1e-5), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_norm_adds_up_what_is_in_front_of_it(size: int) -> None:
+    """The residual, which all workers have, once."""
+    parts, residual, scale = torch.randn(size, 5, HIDDEN), torch.randn(5, HIDDEN), torch.randn(HIDDEN)
+
+    def run(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = RMSNorm(HIDDEN, 1e-5, Placement(torch.float32, CPU, group))
+        fill(norm.targets("norm"), {"norm.weight": scale})
+        return norm(parts[group.rank].clone(), residual.clone())
+
+    total = parts.sum(dim=0) + residual
+    for normed, stream in on_every_rank(thread_groups(size), run):
+        torch.testing.assert_close(stream, total, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(normed, F.rms_norm(total, (HIDDEN,), scale, 1e-5), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [True, False])
