@@ -17,6 +17,10 @@ class Chain(Protocol):
     def size(self) -> int:
         """Members. Of 1, `send` and `receive` are never called."""
 
+    @property
+    def received_tag(self) -> int | None:
+        """Of the last message that `receive` was called for and did not fail; None if there was none yet."""
+
     def send(self, x: torch.Tensor, tag: int) -> None:
         """To the next member; does not wait for it. `x` is contiguous and must not change any more."""
 
@@ -30,6 +34,7 @@ class Chain(Protocol):
 class _OneStage:
     rank = 0
     size = 1
+    received_tag: int | None = None
 
     def send(self, x: torch.Tensor, tag: int) -> None:
         raise RuntimeError("there is no next stage")

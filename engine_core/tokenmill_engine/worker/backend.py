@@ -26,6 +26,25 @@ class Runner(Protocol):
         """Enqueue one step."""
 
 
+class StepWorker(Protocol):
+    """A ready worker, as its process sees it."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `execute` returns while the device still works on the step."""
+
+    @property
+    def received_step(self) -> int | None:
+        """Which step, by `StepPlan.step`, the stages before this one have handed on last; None if there is no such
+        stage."""
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Enqueue one step."""
+
+    def enter_thread(self) -> None:
+        """To be called first by a thread that waits for steps and did not make the worker ready."""
+
+
 class Backend(Protocol):
     """Called in the order of the methods. Constructing one claims the device; raises StartupError if it cannot."""
 

@@ -7,7 +7,6 @@ gone; Ctrl-C and SIGTERM, which may go to all processes of a server at once, are
 import argparse
 import gc
 import importlib
-import itertools
 import logging
 import signal
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from tokenmill_engine.errors import EngineDeadError, TokenmillError, describe_os_error
+from tokenmill_engine.errors import TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
@@ -30,7 +29,7 @@ from tokenmill_engine.worker.control import (
     chain_store,
     stage_store,
 )
-from tokenmill_engine.worker.wire import Answer, StepFailure, decode_plan, encode_answer
+from tokenmill_engine.worker.step_loop import StepLoop
 
 logger = logging.getLogger("tokenmill_engine.worker.process")  # the module itself runs as `__main__`
 
@@ -40,42 +39,20 @@ _GROUP_MODULE = "tokenmill_engine.distributed.torch_group"
 
 
 class WorkerProcess:
-    """A started worker, its plans and its answers. Only one rank sends results; every rank sends failures."""
+    """A started worker, its plans and its answers."""
 
     def __init__(self, start: WorkerStart, rank: int, size: int, modules: Future[dict[str, ModuleType]]) -> None:
         """Raises TokenmillError, or what goes wrong, if it cannot start."""
         worker_module, errors_module = (modules.result()[name] for name in _IMPORTED)
         self._as_engine_error = errors_module.as_engine_error
         others = {} if size == 1 else _join(start, rank, modules.result()[_GROUP_MODULE])
-        self._chain = others.get("chain")
         self._worker = worker_module.Worker(start.config, rank, **others)
         self._reports = rank == start.config.parallel.reporting_rank
         self.capacity = self._worker.initialize()
 
     def run(self, plans: RingReader, answers: RingWriter) -> None:
         """Carry out plans until an empty message comes."""
-        for number in itertools.count():
-            message = plans.receive()
-            if not message:
-                return
-            answer = self._execute(number, message)
-            if self._reports or isinstance(answer, StepFailure):
-                answers.send(encode_answer(answer))
-
-    def _execute(self, number: int, message: bytearray) -> Answer:
-        plan = decode_plan(message)
-        try:
-            answer: Answer = self._worker.execute(plan).wait()
-        except Exception as error:
-            at = time.monotonic()
-            # What another worker did needs no traceback of ours.
-            is_elsewhere = isinstance(error, EngineDeadError) and not logger.isEnabledFor(logging.DEBUG)
-            logger.error("step %d failed: %s", plan.step, error, exc_info=not is_elsewhere)
-            failure = self._as_engine_error(error, plan.step)
-            is_after_others = self._chain is not None and self._chain.received_tag == plan.step
-            is_final = isinstance(failure, EngineDeadError)
-            answer = StepFailure(number, failure.message, at, is_final, is_after_others)
-        return answer
+        StepLoop(self._worker, answers, self._as_engine_error, reports=self._reports).run(plans)
 
 
 def _join(start: WorkerStart, rank: int, module: ModuleType) -> dict[str, Any]:

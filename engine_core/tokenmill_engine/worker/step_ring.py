@@ -3,6 +3,7 @@
 Entries are taken in turn, and the device counts along, so nothing has to be sent to tell it which one is next.
 """
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,7 +48,8 @@ class StepEntry:
         """A step has the entry from now on. Waits until the device is done with the one before: for the end of a step
         that is still under way; for all that is enqueued if that step failed once the device had been told of it."""
         if self.in_flight is not None:
-            self.in_flight.fetch()
+            self.in_flight.wait()
+            self.in_flight = None
         if self._is_abandoned and self.events is not None:
             # Recorded here and not when the device is told, where every step would have to: failures may wait.
             self.events[1].record()
@@ -127,27 +129,30 @@ class StepEntry:
 
 
 class StepTokens:
-    """As `results.HostTokens`."""
+    """As `results.HostTokens`. Who waits may be another thread than the one that begins steps."""
 
     def __init__(self, entry: StepEntry, turn: int, num_samples: int) -> None:
         self._entry, self._turn, self._num_samples = entry, turn, num_samples
+        self._lock = threading.Lock()
         self._result: tuple[NDArray[np.int32], float] | None = None
 
     def wait(self) -> tuple[NDArray[np.int32], float]:
-        return self._result if self._result is not None else self.fetch()
+        # The step that has the entry next waits here too, and writes to it only then.
+        with self._lock:
+            if self._result is None:
+                self._result = self._fetch()
+            return self._result
 
-    def fetch(self) -> tuple[NDArray[np.int32], float]:
-        """Take the result out of the entry, which another step may have then."""
+    def _fetch(self) -> tuple[NDArray[np.int32], float]:
+        """Take the result out of the entry."""
         entry, elapsed_s = self._entry, 0.0
         if entry.events is not None:
             started, finished = entry.events
             finished.synchronize()
             elapsed_s = started.elapsed_time(finished) * 1e-3
-        entry.in_flight = None
         if entry.received[0] != self._turn & exchange.TURN_MASK:
             raise EngineDeadError(f"the device answered step {entry.received[0]} of its count instead of {self._turn}")
-        self._result = entry.received[1 : 1 + self._num_samples].copy(), elapsed_s
-        return self._result
+        return entry.received[1 : 1 + self._num_samples].copy(), elapsed_s
 
 
 class StepRing:

@@ -52,6 +52,7 @@ class Worker:
         config = self._config
         with self._phase("device"):
             backend = self._claim_device()
+            self._device = backend.device
         with self._phase("model"):
             model = build_model(config.model, backend.device, backend.attention, self._group, self._stage())
             groups = group_layers(model.kv_specs)
@@ -87,6 +88,21 @@ class Worker:
         )
         self._report(capacity)
         return capacity
+
+    @property
+    def runs_ahead(self) -> bool:
+        """As in `StepWorker`."""
+        return self._config.device.kind != "cpu"
+
+    @property
+    def received_step(self) -> int | None:
+        """As in `StepWorker`."""
+        return self._chain.received_tag
+
+    def enter_thread(self) -> None:
+        """As in `StepWorker`: a thread that has not named a GPU would take the first one."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue one step on the device."""

@@ -1,0 +1,106 @@
+"""What a worker's process does with the plans that come: it carries them out in order and answers them in order.
+Torch-free.
+
+A device computes while the host goes on, so the next plan is launched while the device still works on the one before:
+one thread begins steps as their plans come, another waits for their ends and answers. Where a step has been computed
+by the time it has begun, the second thread would only be in the way.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Queue
+
+from tokenmill_engine.errors import EngineDeadError, EngineError
+from tokenmill_engine.ipc.lifecycle import die_with
+from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
+from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.worker.backend import PendingStep, StepWorker
+from tokenmill_engine.worker.wire import Answer, StepFailure, decode_plan, encode_answer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step whose end is still to be waited for."""
+
+    number: int
+    plan: StepPlan
+    pending: PendingStep
+    is_after_others: bool
+    """Whether the stages before this worker's are done with the step once its end is reached, or fails."""
+
+
+class StepLoop:
+    """The plans of one worker. Only one rank `reports` results; every rank sends failures."""
+
+    def __init__(
+        self,
+        worker: StepWorker,
+        answers: RingWriter,
+        as_engine_error: Callable[[Exception, int], EngineError],
+        *,
+        reports: bool,
+    ) -> None:
+        """`as_engine_error`: as in `step_errors`, which imports torch."""
+        self._worker = worker
+        self._answers = answers
+        self._as_engine_error = as_engine_error
+        self._reports = reports
+        self._begun: Queue[_Begun | StepFailure] = Queue()
+
+    def run(self, plans: RingReader) -> None:
+        """Carry out plans until an empty message comes and all before it are answered."""
+        runs_ahead = self._worker.runs_ahead
+        if runs_ahead:
+            threading.Thread(target=die_with, args=(self._answer_all,), name="answers", daemon=True).start()
+        for number in itertools.count():
+            message = plans.receive()
+            if not message:
+                break
+            step = self._begin(number, decode_plan(message))
+            if not runs_ahead:
+                self._answer(step)
+                continue
+            self._begun.put(step)
+            if isinstance(step, StepFailure):
+                # By going on this worker may make wrong what others compute: the failure is told before that.
+                self._begun.join()
+        self._begun.join()
+
+    def _begin(self, number: int, plan: StepPlan) -> _Begun | StepFailure:
+        try:
+            pending = self._worker.execute(plan)
+        except Exception as error:
+            return self._failure(number, plan, error, self._worker.received_step == plan.step)
+        return _Begun(number, plan, pending, self._worker.received_step == plan.step)
+
+    def _answer_all(self) -> None:
+        """The work of the second thread, for as long as the process lives."""
+        self._worker.enter_thread()
+        while True:
+            self._answer(self._begun.get())
+            self._begun.task_done()
+
+    def _answer(self, step: _Begun | StepFailure) -> None:
+        answer = step if isinstance(step, StepFailure) else self._end(step)
+        if self._reports or isinstance(answer, StepFailure):
+            self._answers.send(encode_answer(answer))
+
+    def _end(self, step: _Begun) -> Answer:
+        try:
+            return step.pending.wait()
+        except Exception as error:
+            return self._failure(step.number, step.plan, error, step.is_after_others)
+
+    def _failure(self, number: int, plan: StepPlan, error: Exception, is_after_others: bool) -> StepFailure:
+        at = time.monotonic()
+        # What another worker did needs no traceback of ours.
+        is_elsewhere = isinstance(error, EngineDeadError) and not logger.isEnabledFor(logging.DEBUG)
+        logger.error("step %d failed: %s", plan.step, error, exc_info=None if is_elsewhere else error)
+        failure = self._as_engine_error(error, plan.step)
+        return StepFailure(number, failure.message, at, isinstance(failure, EngineDeadError), is_after_others)
