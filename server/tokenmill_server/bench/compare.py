@@ -1,4 +1,5 @@
-"""Runs us and a peer in turn on one machine and prints the figures of both side by side. See `compare_plan`."""
+"""Runs us and a peer in turn on one machine and prints the figures of both side by side: those of `compare_groups`, in
+the order of `compare_plan`."""
 
 import contextlib
 import os
@@ -18,7 +19,9 @@ from typing import Any
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import compare_peer
-from tokenmill_server.bench.compare_plan import START, Group, Load, Session, loads_of, rows_of, seed_offset, sessions_of
+from tokenmill_server.bench.compare_groups import plans_of
+from tokenmill_server.bench.compare_memory import step_bytes
+from tokenmill_server.bench.compare_plan import START, Load, Session, rows_of, seed_offset, sessions_of
 from tokenmill_server.bench.compare_process import LoadError, Log, SideError
 from tokenmill_server.bench.compare_report import Measurement, card_state, memory_used_mib
 from tokenmill_server.bench.compare_result import Result
@@ -69,9 +72,10 @@ class Peer:
 class Compare:
     """One comparison."""
 
-    group: Group
+    group: str
+    """A key of `compare_groups.GROUPS`."""
     models: dict[str, Path]
-    """Folders or GGUF files of `8b` and `1b`; where sizes are divided, the embedded model stands in."""
+    """Folders or GGUF files of `8b`, `1b` and `70b`; where sizes are divided, the embedded model stands in."""
     peer: Peer | None
     output: Path
     rounds: int = 3
@@ -83,6 +87,8 @@ class Compare:
     """More flags for our processes, those of `tokenmill serve`."""
     load_options: tuple[str, ...] = ()
     """More options for `bench serve`."""
+    bandwidth_gb_s: float | None = None
+    """Of one device's memory, in 1e9 bytes per second: with it, decode steps are told as a share of it."""
     prompt_format: str = "ids"
     selected: tuple[str, ...] = ()
     divisor: int = 1
@@ -95,16 +101,16 @@ def run(compare: Compare) -> int:
 
     Raises: ConfigError.
     """
-    loads = loads_of(compare.group, compare.selected, compare.divisor)
-    if not loads:
+    plans = plans_of(compare.group, compare.selected, compare.divisor)
+    if not plans:
         raise ConfigError(f"no load of the group {compare.group} has {' or '.join(compare.selected)} in its name")
-    models = {key: _read_model(compare, key) for key in loads}
+    models = {plan.model: _read_model(compare, plan.model) for plan in plans}
     result = Result(
         path=compare.output / f"result-{compare.group}.json",
         group=compare.group,
         rounds=compare.rounds,
         divisor=compare.divisor,
-        rows=rows_of(compare.group, loads, compare.peer is not None),
+        rows=rows_of(plans, compare.peer is not None),
         peer_name=compare.peer.name if compare.peer is not None else None,
         deadline=Deadline(compare.time_limit_s),
     )
@@ -113,7 +119,7 @@ def run(compare: Compare) -> int:
         result.save()
     except OSError as error:
         raise ConfigError(f"cannot write to --output {compare.output}: {error.strerror}") from None
-    sessions = sessions_of(compare.group, loads, compare.rounds, compare.peer is not None)
+    sessions = sessions_of(plans, compare.rounds, compare.peer is not None)
     try:
         with (
             _stoppable(),
@@ -166,7 +172,8 @@ def _read_model(compare: Compare, key: str) -> Model:
     max_model_len = min(compare.max_model_len, architecture.max_position_embeddings)
     if max_model_len < compare.max_model_len:
         _say(f"{files.name} has {max_model_len} positions: --max-model-len {max_model_len} for both sides")
-    return Model(Path(files.path).resolve(), architecture.vocab_size, max_model_len)
+    read = step_bytes(architecture, compare.dtype)
+    return Model(Path(files.path).resolve(), architecture.vocab_size, max_model_len, read)
 
 
 @dataclass(slots=True, frozen=True)
@@ -233,11 +240,21 @@ class _Turns:
         began_s = time.monotonic()
         figures = running.measure(load, seed)
         self.result.load_times_s[session.side, load.name] = time.monotonic() - began_s
+        if load.kind == "decode":
+            figures |= self._bandwidth_share(session, load, figures["step_ms"] / 1e3)
         done = Measurement(session.side, session.variant, load.name, number, figures, running.describe(load, seed))
         self.result.add(done)
         shown = ("output_throughput", "output_tok_s", "step_ms", "p50_ttft_ms", "p50_itl_ms", "p99_itl_ms")
         told = ", ".join(f"{key} {figures[key]:.5g}" for key in shown if key in figures)
         _say(f"{session.side}, {load.name}, round {number + 1}: {told}")
+
+    def _bandwidth_share(self, session: Session, load: Load, step_s: float) -> dict[str, float]:
+        """Of a step in the middle of the output; nothing if the devices' bandwidth is not known."""
+        read, bandwidth_gb_s = self.models[session.model].step_bytes, self.compare.bandwidth_gb_s
+        if read is None or bandwidth_gb_s is None:
+            return {}
+        num_tokens = load.num_prompts * (load.input_len + load.output_len / 2)
+        return {"bandwidth_share": read.bandwidth_share(num_tokens, step_s, session.num_devices, bandwidth_gb_s)}
 
     @contextlib.contextmanager
     def _started(self, session: Session, command: list[str], port: int, log: Log) -> Iterator[Running]:

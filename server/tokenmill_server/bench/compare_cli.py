@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench.compare import PEER_DRIVER, PEER_SERVER, Compare, Peer
-from tokenmill_server.bench.compare_plan import GROUPS
+from tokenmill_server.bench.compare_groups import GROUPS
 from tokenmill_server.bench.values import positive, positive_number
 
 _PLACES = "{python} {driver} {model} {name} {dtype} {max_model_len} {port}"
@@ -18,15 +18,22 @@ _PLACES = "{python} {driver} {model} {name} {dtype} {max_model_len} {port}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench compare`."""
     add = parser.add_argument
-    add("--group", choices=GROUPS, required=True, help="which loads")
+    add("--group", choices=list(GROUPS), required=True, help="which loads")
     add("--model-8b", type=Path, metavar="PATH", help="folder with config.json and tokenizer, or .gguf; random weights")
-    add("--model-1b", type=Path, metavar="PATH", help="the same. Default of both with --shrink: SmolLM2-135M-Instruct")
+    add("--model-1b", type=Path, metavar="PATH", help="the same")
+    add("--model-70b", type=Path, metavar="PATH", help="the same. Default of all with --shrink: SmolLM2-135M-Instruct")
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each load; the table has their median")
     add("--time-limit", type=positive_number, default=520.0, metavar="S", help="fewer rounds where they do not fit")
     add("--select", action="append", default=[], metavar="TEXT", help="only loads with this in their name; repeatable")
     add("--shrink", type=positive, default=1, metavar="N", help="divide every size by N, to try this on small machines")
     add("--dtype", default="bfloat16")
     add("--max-model-len", type=positive, default=8192, metavar="TOKENS", help="at most the positions of the model")
+    add(
+        "--memory-bandwidth",
+        type=positive_number,
+        metavar="GB/S",
+        help="of one device: adds what share of it decode steps used for weights and KV cache",
+    )
     add("--prompt-format", choices=["ids", "text"], default="ids", help="of the prompts for servers")
     add("--seed", type=int, default=0, help="of the prompts; each load and round has prompts of its own")
     add(
@@ -52,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def compare_of(options: argparse.Namespace) -> Compare:
     """Raises: ConfigError."""
     folder = Path(f"compare-{options.group}-{datetime.now():%Y%m%d-%H%M%S}")
-    models = {"8b": options.model_8b, "1b": options.model_1b}
+    models = {"8b": options.model_8b, "1b": options.model_1b, "70b": options.model_70b}
     return Compare(
         group=options.group,
         models={key: path for key, path in models.items() if path is not None},
@@ -64,6 +71,7 @@ def compare_of(options: argparse.Namespace) -> Compare:
         max_model_len=options.max_model_len,
         flags=tuple(options.args),
         load_options=tuple(options.client_args),
+        bandwidth_gb_s=options.memory_bandwidth,
         prompt_format=options.prompt_format,
         selected=tuple(options.select),
         divisor=options.shrink,

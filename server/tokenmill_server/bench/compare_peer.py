@@ -122,6 +122,15 @@ def pure_decode_ms(events: Sequence[StepEvent], batch_size: int) -> list[float]:
     return [(events[index][0] - events[index - 1][0]) * 1e3 for index in pairs[_SETTLING_STEPS:]]
 
 
+def llm_arguments(flags: Sequence[str]) -> dict[str, Any]:
+    """The server's flags with numbers, such as `--tensor-parallel-size 2`, as arguments of `LLM`.
+
+    Raises: ValueError.
+    """
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return {name.removeprefix("--").replace("-", "_"): int(number) for name, number in pairs}
+
+
 class _Vllm:
     """vLLM through its public class; single steps through the engine that it wraps."""
 
@@ -131,7 +140,8 @@ class _Vllm:
         parser.add_argument("--dtype", required=True)
         parser.add_argument("--max-model-len", type=int, required=True)
         parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON: more arguments of LLM")
-        options = parser.parse_args(arguments)
+        options, flags = parser.parse_known_args(arguments)
+        engine_args = options.engine_args | llm_arguments(flags)
         vllm = importlib.import_module("vllm")
         self.name = f"vLLM {importlib.metadata.version('vllm')}"
         self._sampling: Any = vllm.SamplingParams
@@ -142,7 +152,7 @@ class _Vllm:
             dtype=options.dtype,
             max_model_len=options.max_model_len,
             seed=0,
-            **options.engine_args,
+            **engine_args,
         )
         self._num_requests = 0
 

@@ -1,8 +1,5 @@
-"""What `bench compare` measures: the loads of each group, who runs them in which order, and the rows of the table.
-
-    offline    both shapes through each side's `LLM` class: throughput, prefill, time of a decode step
-    online8b   an 8B server: full load, a single client, seconds from the command to the first answer
-    online1b   a 1B server, where the front end is the limit: default flags, one and several API servers
+"""How a comparison goes: loads of pairs of variants, who runs them in which order, and the rows of the table. What each
+group measures is in `compare_groups`.
 
 The two sides cannot share the device's memory, so they take turns. Our start takes seconds, the peer's a minute or two,
 so it is ours that starts again: one half of our rounds runs before the peer's and the other half after them, which
@@ -13,21 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Group = Literal["offline", "online8b", "online1b"]
-GROUPS: tuple[Group, ...] = ("offline", "online8b", "online1b")
 Side = Literal["ours", "peer"]
 Kind = Literal["throughput", "decode", "serve"]
 Cache = Literal["default", "empty", "kept"]
 """Caches of compiled code: those of the machine, new ones of the side, or what these hold by now."""
 
 DEFAULT = "default flags"
-ONE_SERVER = "--api-server-count 1"
-FOUR_SERVERS = "--api-server-count 4"
 
 START = "start"
 """Name of the measurement that every server yields before its loads."""
 
-_DECODE_OUTPUT_LEN = 136
 _MIN_DECODE_OUTPUT_LEN = 16
 
 
@@ -47,6 +39,8 @@ class Load:
     concurrency: int = 0
     expected_s: float = 8.0
     """What it took on an H100: decides whether another round fits, until the side has run it here."""
+    warms_up: bool = True
+    """Whether a server gets other requests first. Without, all that the engine does meanwhile is the load."""
 
     def shrunk(self, divisor: int) -> "Load":
         """A `divisor`-th of every size, for small machines."""
@@ -62,17 +56,61 @@ class Load:
 
 
 @dataclass(slots=True, frozen=True)
+class Pairing:
+    """A variant of ours beside one of the peer's, under the same loads. Both sides know the same flags."""
+
+    loads: tuple[Load, ...]
+    ours: str = DEFAULT
+    """Flags beside the common ones, or DEFAULT."""
+    peer: str | None = DEFAULT
+    """None: ours alone."""
+    label: str = ""
+    """What the rows of the table call it."""
+    num_devices: int = 1
+    """Over which each copy of the model is spread."""
+    shows_idle: bool = False
+    """Whether there is a row about the time in which devices are idle. For loads that do not warm up."""
+    times_first: int = 0
+    """A row compares the output rate with this many times that of the first pairing; 0: none does."""
+
+    def chosen(self, selected: Sequence[str], divisor: int) -> "Pairing":
+        """Those loads whose names contain one of the texts, none means all, with a `divisor`-th of every size. Of loads
+        that become equal the first one stays."""
+        sizes: dict[Load, Load] = {}
+        for load in self.loads:
+            if not selected or any(text in load.name for text in selected):
+                shrunk = load.shrunk(divisor) if divisor > 1 else load
+                sizes.setdefault(replace(shrunk, name="", expected_s=0.0), shrunk)
+        return replace(self, loads=tuple(sizes.values()))
+
+
+@dataclass(slots=True, frozen=True)
+class ModelPlan:
+    """What a group measures with one model."""
+
+    model: str
+    """`8b`, `1b` or `70b`."""
+    pairings: tuple[Pairing, ...]
+    compares_starts: bool = False
+
+    def chosen(self, selected: Sequence[str], divisor: int) -> "ModelPlan":
+        """See `Pairing.chosen`; pairings without loads are left out."""
+        pairings = (pairing.chosen(selected, divisor) for pairing in self.pairings)
+        return replace(self, pairings=tuple(pairing for pairing in pairings if pairing.loads))
+
+
+@dataclass(slots=True, frozen=True)
 class Session:
     """One start of one side, and the rounds that it runs before it ends."""
 
     side: Side
     model: str
-    """`8b` or `1b`."""
     loads: tuple[Load, ...]
     rounds: range
     variant: str = DEFAULT
     """The flags beside the common ones, or DEFAULT."""
     cache: Cache = "default"
+    num_devices: int = 1
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -89,6 +127,16 @@ class Session:
 
 
 @dataclass(slots=True, frozen=True)
+class Base:
+    """What the figure of a row is divided by: `times` the same figure of another load."""
+
+    load: str
+    ours: str
+    peer: str | None
+    times: int
+
+
+@dataclass(slots=True, frozen=True)
 class Row:
     """One line of the table: a figure of one load, ours beside the peer's."""
 
@@ -97,52 +145,8 @@ class Row:
     metric: str
     ours: str = DEFAULT
     """Our variant."""
-    peer: str = DEFAULT
-
-
-_DECODES = ((256, 9.0, 2.5), (128, 2.5, 1.2), (32, 1.4, 0.6), (8, 1.2, 0.5), (1, 1.0, 0.4))
-"""Batch, seconds with 8B and with 1B. The largest comes first: its prompts are in the prefix cache for the others."""
-_OFFLINE_8B = (
-    Load("8b 256 x 1024/128", "throughput", 256, 1024, 128, expected_s=9.0),
-    Load("8b 512 x 128/128", "throughput", 512, 128, 128, expected_s=4.0),
-    *(
-        Load(f"8b decode {size}", "decode", size, 1024, _DECODE_OUTPUT_LEN, expected_s=large_s)
-        for size, large_s, _ in _DECODES
-    ),
-)
-_OFFLINE_1B = (
-    Load("1b 512 x 128/128", "throughput", 512, 128, 128, expected_s=2.0),
-    *(
-        Load(f"1b decode {size}", "decode", size, 1024, _DECODE_OUTPUT_LEN, expected_s=small_s)
-        for size, _, small_s in _DECODES
-    ),
-)
-_ONLINE_8B = (
-    Load("8b 256 clients 1024/128", "serve", 768, 1024, 128, 256, expected_s=29.0),
-    Load("8b 1 client 1024/128", "serve", 8, 1024, 128, 1, expected_s=8.0),
-)
-_ONLINE_1B = (Load("1b 256 clients 128/256", "serve", 2048, 128, 256, 256, expected_s=30.0),)
-
-_LOADS: dict[Group, dict[str, tuple[Load, ...]]] = {
-    "offline": {"8b": _OFFLINE_8B, "1b": _OFFLINE_1B},
-    "online8b": {"8b": _ONLINE_8B},
-    "online1b": {"1b": _ONLINE_1B},
-}
-
-
-def loads_of(group: Group, selected: Sequence[str], divisor: int) -> dict[str, tuple[Load, ...]]:
-    """The loads by model. `selected` keeps those whose names contain one of these texts; none keeps all. Of loads that
-    `divisor` makes equal the first one stays."""
-    chosen: dict[str, tuple[Load, ...]] = {}
-    for model, loads in _LOADS[group].items():
-        sizes: dict[Load, Load] = {}
-        for load in loads:
-            if not selected or any(text in load.name for text in selected):
-                shrunk = load.shrunk(divisor) if divisor > 1 else load
-                sizes.setdefault(replace(shrunk, name="", expected_s=0.0), shrunk)
-        if sizes:
-            chosen[model] = tuple(sizes.values())
-    return chosen
+    peer: str | None = DEFAULT
+    base: Base | None = None
 
 
 def seed_offset(session: Session, load: Load) -> int:
@@ -152,32 +156,35 @@ def seed_offset(session: Session, load: Load) -> int:
     return names.index("decode" if load.kind == "decode" else load.name)
 
 
-def sessions_of(group: Group, loads: dict[str, tuple[Load, ...]], num_rounds: int, with_peer: bool) -> list[Session]:
+# --- turns --------------------------------------------------------------------------------------------------------
+
+
+def sessions_of(plans: Sequence[ModelPlan], num_rounds: int, with_peer: bool) -> list[Session]:
     """Who starts when."""
     first, rest = range((num_rounds + 1) // 2), range((num_rounds + 1) // 2, num_rounds)
-    rounds = range(num_rounds)
     sessions: list[Session] = []
-    for model, its_loads in loads.items():
-        if group == "online1b":
-            sessions += [
-                Session("ours", model, its_loads, first, DEFAULT),
-                Session("peer", model, its_loads, rounds, DEFAULT),
-                Session("ours", model, its_loads, first, ONE_SERVER),
-                Session("peer", model, its_loads, rounds, FOUR_SERVERS),
-                *(Session("ours", model, its_loads, rest, variant) for variant in (DEFAULT, ONE_SERVER) if rest),
-            ]
-        elif group == "online8b":
-            # The second start is worth its seconds also where no round is left for it: it is the one with warm caches.
-            sessions += [
-                Session("ours", model, its_loads, first, cache="empty"),
-                Session("peer", model, its_loads, first, cache="empty"),
-                Session("ours", model, its_loads, rest, cache="kept"),
-                Session("peer", model, its_loads, rest, cache="kept"),
-            ]
+    for plan in plans:
+        if plan.compares_starts:
+            # The second start is worth its seconds also where no round is left for it: it has the warm caches.
+            sessions += _turns(plan, first, first, "empty") + _turns(plan, rest, rest, "kept")
         else:
-            sessions += [Session("ours", model, its_loads, first), Session("peer", model, its_loads, rounds)]
-            sessions += [Session("ours", model, its_loads, rest)] if rest else []
+            sessions += _turns(plan, first, range(num_rounds))
+            sessions += [each for each in _turns(plan, rest, rest) if each.side == "ours"] if rest else []
     return sessions if with_peer else _without_peer(sessions)
+
+
+def _turns(plan: ModelPlan, ours: range, peer: range, cache: Cache = "default") -> list[Session]:
+    """One start of every variant of both sides; what a variant measures in several pairings it measures once."""
+    turns: dict[tuple[Side, str], Session] = {}
+    for pairing in plan.pairings:
+        starts: list[tuple[Side, str | None, range]] = [("ours", pairing.ours, ours), ("peer", pairing.peer, peer)]
+        for side, variant, rounds in starts:
+            if variant is not None:
+                new = Session(side, plan.model, (), rounds, variant, cache, pairing.num_devices)
+                session = turns.get((side, variant), new)
+                loads = tuple(dict.fromkeys((*session.loads, *pairing.loads)))
+                turns[side, variant] = replace(session, loads=loads)
+    return list(turns.values())
 
 
 def _without_peer(sessions: Sequence[Session]) -> list[Session]:
@@ -193,44 +200,58 @@ def _without_peer(sessions: Sequence[Session]) -> list[Session]:
     return ours
 
 
-def rows_of(group: Group, loads: dict[str, tuple[Load, ...]], with_peer: bool) -> list[Row]:
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+_RATE = ("output tok/s", "output_throughput")
+_SERVE_FIGURES = (
+    _RATE,
+    ("TTFT p50 ms", "p50_ttft_ms"),
+    ("TTFT p99 ms", "p99_ttft_ms"),
+    ("TPOT p50 ms", "p50_tpot_ms"),
+    ("ITL p50 ms", "p50_itl_ms"),
+    ("ITL p99 ms", "p99_itl_ms"),
+)
+
+
+def rows_of(plans: Sequence[ModelPlan], with_peer: bool) -> list[Row]:
     """The table's lines."""
     rows: list[Row] = []
-    for model, its_loads in loads.items():
-        decodes = [load for load in its_loads if load.kind == "decode"]
-        for load in [*(load for load in its_loads if load.kind != "decode"), *reversed(decodes)]:
-            rows += _serve_rows(load, with_peer) if load.kind == "serve" else _offline_rows(load)
-        if group == "online8b":
-            rows.append(Row(f"{model} start to first answer, empty caches, s", START, "empty_s"))
-            rows.append(Row(f"{model} start to first answer, warm caches, s", START, "kept_s"))
+    for plan in plans:
+        for index, pairing in enumerate(plan.pairings):
+            if with_peer or all(pairing.ours != earlier.ours for earlier in plan.pairings[:index]):
+                rows += _pairing_rows(plan, pairing)
+        if plan.compares_starts:
+            rows.append(Row(f"{plan.model} start to first answer, empty caches, s", START, "empty_s"))
+            rows.append(Row(f"{plan.model} start to first answer, warm caches, s", START, "kept_s"))
     return rows
 
 
-def _offline_rows(load: Load) -> list[Row]:
-    if load.kind == "throughput":
-        return [Row(f"{load.name}, output tok/s", load.name, "output_tok_s")]
-    model = load.name.split()[0]
-    rows = [Row(f"{model} decode step, batch {load.num_prompts}, ms", load.name, "step_ms")]
-    if load.name.endswith("decode 256"):  # all the prompts, computed before its steps are timed
-        rows.append(
-            Row(f"{model} prefill of {load.num_prompts} x {load.input_len}, input tok/s", load.name, "input_tok_s")
-        )
-    return rows
+def _pairing_rows(plan: ModelPlan, pairing: Pairing) -> list[Row]:
+    rows: list[Row] = []
 
+    def add(load: Load, what: str, figure: str, metric: str, base: Base | None = None) -> None:
+        title = ", ".join(word for word in (what, pairing.label, figure) if word)
+        rows.append(Row(title, load.name, metric, pairing.ours, pairing.peer, base))
 
-def _serve_rows(load: Load, with_peer: bool) -> list[Row]:
-    figures = [
-        ("output tok/s", "output_throughput"),
-        ("TTFT p50 ms", "p50_ttft_ms"),
-        ("TTFT p99 ms", "p99_ttft_ms"),
-        ("TPOT p50 ms", "p50_tpot_ms"),
-        ("ITL p50 ms", "p50_itl_ms"),
-        ("ITL p99 ms", "p99_itl_ms"),
-    ]
-    rows = [Row(f"{load.name}, {label}", load.name, metric) for label, metric in figures]
-    if load.name.startswith("1b"):
-        for label, metric in figures:
-            rows.append(Row(f"{load.name}, ours with 1 API server, {label}", load.name, metric, ours=ONE_SERVER))
-        for label, metric in figures if with_peer else ():
-            rows.append(Row(f"{load.name}, peer with 4 API servers, {label}", load.name, metric, peer=FOUR_SERVERS))
+    decodes = [load for load in pairing.loads if load.kind == "decode"]
+    for load in [*(load for load in pairing.loads if load.kind != "decode"), *reversed(decodes)]:
+        if load.kind == "throughput":
+            add(load, load.name, "output tok/s", "output_tok_s")
+        elif load.kind == "decode":
+            step = f"{plan.model} decode step, batch {load.num_prompts}"
+            add(load, step, "ms", "step_ms")
+            add(load, step, "share of the memory bandwidth", "bandwidth_share")
+            if load.name.endswith("decode 256"):  # all the prompts, computed before its steps are timed
+                prefill = f"{plan.model} prefill of {load.num_prompts} x {load.input_len}"
+                add(load, prefill, "input tok/s", "input_tok_s")
+        else:
+            for figure, metric in _SERVE_FIGURES:
+                add(load, load.name, figure, metric)
+            if pairing.shows_idle:
+                add(load, load.name, "idle share of the slowest stage", "idle_share")
+            if pairing.times_first and plan.pairings[0] is not pairing:
+                first = plan.pairings[0]
+                base = Base(first.loads[0].name, first.ours, first.peer, pairing.times_first)
+                whole = first.label if base.times == 1 else f"{base.times} x {first.label}"
+                add(load, load.name, f"{_RATE[0]} by {whole}", _RATE[1], base)
     return rows

@@ -32,8 +32,8 @@ def format_table(rows: Sequence[Row], measurements: Sequence[Measurement], peer_
     if peer_name is None:
         lines = ["| | Tokenmill |", "|---|---|"]
     for row in rows:
-        ours = _values(measurements, "ours", row.ours, row)
-        peer = _values(measurements, "peer", row.peer, row)
+        ours = _row_values(measurements, "ours", row)
+        peer = _row_values(measurements, "peer", row)
         if not ours and not peer:
             continue
         cells = [row.title, _cell(ours)]
@@ -43,11 +43,24 @@ def format_table(rows: Sequence[Row], measurements: Sequence[Measurement], peer_
     return "\n".join(lines)
 
 
-def _values(measurements: Sequence[Measurement], side: Side, variant: str, row: Row) -> list[float]:
+def _row_values(measurements: Sequence[Measurement], side: Side, row: Row) -> list[float]:
+    """One figure of each round; where the row has a base, how many times its median each of them is."""
+    values = _values(measurements, side, row.ours if side == "ours" else row.peer, row.load, row.metric)
+    if row.base is None:
+        return values
+    variant = row.base.ours if side == "ours" else row.base.peer
+    base = _values(measurements, side, variant, row.base.load, row.metric)
+    whole = row.base.times * statistics.median(base) if base else 0.0
+    return [value / whole for value in values] if whole else []
+
+
+def _values(
+    measurements: Sequence[Measurement], side: Side, variant: str | None, load: str, metric: str
+) -> list[float]:
     return [
-        each.figures[row.metric]
+        each.figures[metric]
         for each in measurements
-        if (each.side, each.variant, each.load) == (side, variant, row.load) and row.metric in each.figures
+        if (each.side, each.variant, each.load) == (side, variant, load) and metric in each.figures
     ]
 
 

@@ -4,8 +4,10 @@ import contextlib
 import http.client
 import json
 import queue
+import re
 import shlex
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tokenmill_server.bench.compare_memory import StepBytes
 from tokenmill_server.bench.compare_plan import Load
 from tokenmill_server.bench.compare_process import LoadError, Log, SideError, running_process
 
@@ -32,6 +35,7 @@ _SETTLE_S = 2.0
 _ALIVE_S = 0.5
 """How often somebody who waits for a driver looks whether it still runs."""
 _STEP_SHARE = 0.4
+_STEP_TIMES = re.compile(r"^tokenmill:step_time_seconds_sum\{.*\} (\S+)$", re.MULTILINE)
 
 
 class Deadline:
@@ -66,6 +70,7 @@ class Model:
     path: Path
     vocab_size: int
     max_model_len: int
+    step_bytes: StepBytes | None = None
 
 
 class Running(Protocol):
@@ -125,6 +130,7 @@ class RunningServer:
     def measure(self, load: Load, seed: int) -> Figures:
         """Runs `tokenmill bench serve`."""
         deadline = self._deadline.step()
+        busy_before_s = self._busy_s(deadline)
         with tempfile.TemporaryDirectory(prefix="tokenmill-compare-") as folder:
             command = [*self._command(load, seed), "--result-dir", folder, "--result-filename", "result.json"]
             try:
@@ -138,7 +144,11 @@ class RunningServer:
             result = json.loads((Path(folder) / "result.json").read_text())
         if result["failed"]:
             raise LoadError(f"{load.name}: {result['failed']} of {load.num_prompts} requests failed: {done.stderr}")
-        return {key: value for key, value in result.items() if isinstance(value, int | float)}
+        figures: Figures = {key: value for key, value in result.items() if isinstance(value, int | float)}
+        busy_s = self._busy_s(deadline) - busy_before_s
+        if busy_s > 0.0 and not load.warms_up:
+            figures["idle_share"] = 1.0 - busy_s / figures["duration"]
+        return figures
 
     def describe(self, load: Load, seed: int) -> str:
         """The command, without where its result goes."""
@@ -148,7 +158,7 @@ class RunningServer:
         sizes = {
             "--num-prompts": load.num_prompts,
             "--max-concurrency": load.concurrency,
-            "--num-warmups": min(load.concurrency, _MAX_WARMUPS),
+            "--num-warmups": min(load.concurrency, _MAX_WARMUPS) if load.warms_up else 0,
             "--random-input-len": load.input_len,
             "--random-output-len": load.output_len,
             "--seed": seed,
@@ -159,6 +169,13 @@ class RunningServer:
             *(word for flag, size in sizes.items() for word in (flag, str(size))),
             *self._load_options,
         ]
+
+    def _busy_s(self, deadline: Deadline) -> float:
+        """Seconds that steps have taken so far, each as long as its slowest stage was at it, on average over engine
+        cores; 0 where the server does not tell."""
+        page = self._ask("GET", "/metrics", deadline).body.decode(errors="replace")
+        times_s = [float(each) for each in _STEP_TIMES.findall(page)]
+        return statistics.fmean(times_s) if times_s else 0.0
 
     def _ask(self, method: str, path: str, deadline: Deadline, body: str | None = None) -> "_Reply":
         """One exchange on a connection of its own."""

@@ -233,6 +233,36 @@ def test_every_group_alone_in_one_folder(tmp_path: Path, capsys: pytest.CaptureF
     assert names == ["result-offline.json", "result-online1b.json", "result-online8b.json"]
 
 
+PARALLEL_ROWS = {"tp2": 6, "tp4": 6, "tp4-70b": 6, "pp2": 3 * 7 + 2, "dp2": 2 * 6 + 1, "dp4": 2 * 6 + 1}
+
+
+@pytest.mark.parametrize("group", PARALLEL_ROWS)
+def test_every_parallel_group_alone(tmp_path: Path, group: str) -> None:
+    model = str(cached_tiny_model("llama"))
+    models = ["--model-8b", model, "--model-70b", model]
+    trial = ["--peer", "none", "--shrink", "64", "--rounds", "1", "--memory-bandwidth", "10", *TINY]
+    result = run(tmp_path / "out", "--group", group, *trial, *models, f"--args={ON_CPU}")
+    assert result["failures"] == []
+    assert len(result["table"]) - 2 == PARALLEL_ROWS[group]
+    shares = [each["figures"]["idle_share"] for each in result["measurements"] if "idle_share" in each["figures"]]
+    assert len(shares) == (3 if group == "pp2" else 0)
+    assert all(0.0 < share < 1.0 for share in shares)
+    for each in result["measurements"]:
+        if "bandwidth_share" in each["figures"]:
+            assert 0.0 < each["figures"]["bandwidth_share"] < 1.0
+
+
+def test_both_sides_are_told_the_size_of_a_group(tmp_path: Path) -> None:
+    model = str(cached_tiny_model("llama"))
+    site = write_scripted_peer(tmp_path / "site")
+    arguments = ["--group", "tp2", "--model-8b", model, "--rounds", "1", "--shrink", "16", "--select", "decode"]
+    result = run(tmp_path / "out", *arguments, *TINY, f"--args={ON_CPU}", "--peer-env", f"PYTHONPATH={site}")
+    assert result["failures"] == []
+    assert len(figures(result, "ours", "8b decode 256", "step_ms")) == 1
+    assert len(figures(result, "peer", "8b decode 256", "step_ms")) == 1
+    assert "'tensor_parallel_size': 2" in result["sessions"][1]["log_tail"]
+
+
 def test_a_flag_that_is_wrong_ends_our_driver_with_one_line(tmp_path: Path) -> None:
     model = str(cached_tiny_model("llama"))
     arguments = ["--group", "offline", "--model-8b", model, "--select", "8b decode 1", "--peer", "none", *TINY]

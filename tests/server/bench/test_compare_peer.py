@@ -113,6 +113,13 @@ def test_the_script_drives_the_peer(tmp_path: Path) -> None:
     assert "'model': '/m', 'dtype': 'bfloat16', 'max_model_len': 512, 'more': 1" in log
 
 
+def test_flags_of_servers_are_arguments_of_the_peer(tmp_path: Path) -> None:
+    flags = ["--engine-args", '{"more": 1}', "--tensor-parallel-size", "2", "--seats", "3"]
+    answers, log, status = drive(tmp_path, [], *flags)
+    assert (status, answers) == (0, [{"ready": "vLLM 9.9"}])
+    assert "'more': 1, 'tensor_parallel_size': 2, 'seats': 3}" in log
+
+
 def test_a_peer_that_answers_too_little_is_no_measurement(tmp_path: Path) -> None:
     tasks = [{"kind": "throughput", **TASK}, {"kind": "decode", **TASK}]
     answers, _, status = drive(tmp_path, tasks, "--engine-args", '{"lost_tokens": 2}')

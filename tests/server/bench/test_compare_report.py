@@ -1,4 +1,5 @@
-from tokenmill_server.bench.compare_plan import FOUR_SERVERS, Row, Side
+from tokenmill_server.bench.compare_groups import FOUR_SERVERS
+from tokenmill_server.bench.compare_plan import Base, Row, Side
 from tokenmill_server.bench.compare_report import Measurement, card_name, format_table
 
 ROWS = [Row("step, ms", "decode", "step_ms"), Row("tok/s", "load", "tok_s", peer=FOUR_SERVERS), Row("no", "no", "no")]
@@ -22,6 +23,18 @@ def test_medians_extremes_and_ratios() -> None:
         "|---|---|---|---|",
         "| step, ms | 5 (4.5 to 9.25) | 6.25 (6 to 6.5) | 0.800 |",
         "| tok/s | 12346 | 10000 | 1.235 |",
+    ]
+
+
+def test_a_row_by_a_multiple_of_another() -> None:
+    row = Row("by 2 x one", "both", "tok_s", base=Base("one", "default flags", "default flags", 2))
+    ours = [*measured("ours", "one", 90.0, 100.0, 110.0), *measured("ours", "both", 190.0, 198.0)]
+    peer = [*measured("peer", "both", 100.0), *measured("peer", "one", 100.0)]
+    assert format_table([row], [*ours, *peer], "Peer").splitlines()[2:] == [
+        "| by 2 x one | 0.97 (0.95 to 0.99) | 0.5 | 1.940 |"
+    ]
+    assert format_table([row], [*ours, *peer[:1]], "Peer").splitlines()[2:] == [
+        "| by 2 x one | 0.97 (0.95 to 0.99) |  |  |"
     ]
 
 
