@@ -30,12 +30,15 @@ __all__ = [
     "allocate_kv_cache",
     "embed_rms_norm",
     "embedding",
+    "embedding_part",
     "gated_linear",
     "gather_rows",
     "linear",
     "linear_argmax",
+    "linear_best",
     "pack_linear",
     "paged_attention",
+    "pick_best",
     "plan_attention",
     "prepare_linears",
     "rms_norm",
@@ -56,14 +59,15 @@ class _GpuModules:
     rotary: ModuleType
     attention: ModuleType
     linear: ModuleType
+    vocabulary: ModuleType
 
 
 @cache
 def _gpu() -> _GpuModules:
     """The Triton kernels, imported when the first CUDA tensor appears: machines without a GPU never pay for them."""
-    from tokenmill_kernels.gpu import activation, attention, gather, linear, norm, rotary
+    from tokenmill_kernels.gpu import activation, attention, gather, linear, norm, rotary, vocabulary
 
-    return _GpuModules(norm, gather, activation, rotary, attention, linear)
+    return _GpuModules(norm, gather, activation, rotary, attention, linear, vocabulary)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -239,25 +243,32 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.T
     return cpu.embedding(ids, weight) if isinstance(weight, PackedWeight) else F.embedding(ids, weight)
 
 
+def embedding_part(ids: torch.Tensor, weight: torch.Tensor | PackedWeight, first: int) -> torch.Tensor:
+    """Rows ids [T] (int32) minus `first` of weight [V, N] -> [T, N], zeros for those that are not in it."""
+    if ids.is_cuda:
+        rows: torch.Tensor = _gpu().vocabulary.embedding_part(ids, _plain(weight), first)
+        return rows
+    places = ids - first
+    is_elsewhere = (places < 0) | (places >= weight.shape[0])
+    return embedding(places.clamp(0, weight.shape[0] - 1), weight).masked_fill(is_elsewhere[:, None], 0)
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor | PackedWeight,
     bias: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N], in x's dtype or in float32 when `out_dtype` says so; in `out`,
-    which has that dtype and no gaps, if it is given.
+    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N], in x's dtype or in float32 when `out_dtype` says so.
 
     A float32 product is never rounded to x's dtype on its way. On CUDA nothing may run beside it on another stream
     that calls any of the linear functions.
     """
     if x.is_cuda:
-        product: torch.Tensor = _gpu().linear.linear(x, _plain(weight), bias, out_dtype, out)
+        product: torch.Tensor = _gpu().linear.linear(x, _plain(weight), bias, out_dtype)
         return product
-    product = cpu.linear(x, weight, bias, out_dtype=out_dtype)
-    return product if out is None else out.copy_(product)
+    return cpu.linear(x, weight, bias, out_dtype=out_dtype)
 
 
 def gated_linear(
@@ -284,6 +295,28 @@ def linear_argmax(x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch
         indices: torch.Tensor = _gpu().linear.linear_argmax(x, _plain(weight))
         return indices
     return cpu.linear_argmax(x, weight).to(torch.int32)
+
+
+def linear_best(x: torch.Tensor, weight: torch.Tensor | PackedWeight, first: int) -> torch.Tensor:
+    """Each row's largest entry of x [T, K] @ weight [V, K].T and `first` plus its index as `linear_argmax` has it, or
+    -1 -> float32 [T, 2], which counts far enough for any vocabulary."""
+    if x.is_cuda:
+        pairs: torch.Tensor = _gpu().linear.linear_best(x, _plain(weight), first)
+        return pairs
+    best = linear_argmax(x, weight)
+    scores = (x.float() * embedding(best.clamp(min=0), weight).float()).sum(dim=-1)
+    return torch.stack((scores, torch.where(best < 0, best, best + first).float()), dim=-1)
+
+
+def pick_best(pairs: torch.Tensor) -> torch.Tensor:
+    """Of what `linear_best` gives for M parts of a weight, float32 [T, M, 2], the index with the largest entry, of
+    equal ones that of the first part -> int32 [T]; -1 if one of the parts has -1."""
+    if pairs.is_cuda:
+        indices: torch.Tensor = _gpu().vocabulary.pick_best(pairs)
+        return indices
+    scores, found = pairs.unbind(dim=-1)
+    winners = found.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+    return winners.masked_fill((found < 0).any(dim=1), -1).to(torch.int32)
 
 
 def prepare_linears(shapes: Iterable[tuple[LinearUse, int, int]], dtype: torch.dtype, device: torch.device) -> None:

@@ -196,3 +196,19 @@ def test_state_of_a_step_in_a_graph() -> None:
         assert torch.equal(tables.num_computed.cpu()[slots], seq_lens.int())
         assert torch.equal(tables.token_ids.cpu()[slots, ends[slots].long()], sampled.cpu()[: len(counts)].int())
         assert torch.equal(tables.num_tokens.cpu()[slots], ends[slots] + 1)
+
+
+# Parts of a vocabulary
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_a_vocabulary(dtype: torch.dtype) -> None:
+    """What three workers make of it together is what one makes of all of it."""
+    weight = torch.randn(1000, 576, device=CUDA).to(dtype)
+    x = torch.randn(17, 576, device=CUDA).to(dtype)
+    ids = torch.randint(0, 1000, (33,), device=CUDA, dtype=torch.int32)
+    firsts, parts = (0, 334, 668), weight.split(334)
+    rows = [ops.embedding_part(ids, part, first) for first, part in zip(firsts, parts, strict=True)]
+    assert torch.equal(rows[0] + rows[1] + rows[2], weight[ids])
+    pairs = [ops.linear_best(x, part, first) for first, part in zip(firsts, parts, strict=True)]
+    assert torch.equal(ops.pick_best(torch.stack(pairs, dim=1)), ops.linear_argmax(x, weight))

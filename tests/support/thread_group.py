@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from tokenmill_kernels import ops
+from tokenmill_engine.distributed.group import norm_sum
 
 Result = TypeVar("Result")
 
@@ -40,19 +40,15 @@ class ThreadGroup:
             total += value
         return self._when_all_are_done(total)
 
-    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A place that is no part of anything else."""
-        return torch.empty(num_rows, width, dtype=dtype)
-
     def add_rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, out=out)
+        return norm_sum(self.all_reduce(x), residual, weight, eps, out)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         values = self._exchange("all_gather", x)

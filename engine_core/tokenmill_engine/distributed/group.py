@@ -23,26 +23,33 @@ class Group(Protocol):
         """The sum of all members' `x`, with the same bits on every one of them. May be `x` itself, overwritten.
         What is summed is contiguous."""
 
-    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory [num_rows, width] for what the next `add_rms_norm` sums up, if there is a place where that costs less
-        than elsewhere. To be filled before anything else is summed."""
-
     def add_rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `ops.add_rms_norm`, of the sum of all members' `x` [num_rows, width]; the rest is the same on every one of
-        them, and so are the bits of the results. `x` may be overwritten."""
+        them, and so are the bits of the results. Without a `residual` the sum itself takes its place. `x` may be
+        overwritten."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, n] of each member -> [num_rows, size * n], by rank along the last dimension."""
 
     def agree_min(self, value: int) -> int:
         """The smallest `value` of all members. Waits on the host."""
+
+
+def norm_sum(
+    total: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Group.add_rms_norm` for members that have the whole sum."""
+    if residual is not None:
+        return ops.add_rms_norm(total, residual, weight, eps, out=out)
+    normed = ops.rms_norm(total, weight, eps)
+    return normed if out is None else out.copy_(normed), total
 
 
 class _Alone:
@@ -52,18 +59,15 @@ class _Alone:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return None
-
     def add_rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.add_rms_norm(x, residual, weight, eps, out=out)
+        return norm_sum(x, residual, weight, eps, out)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from tokenmill_engine.distributed.group import norm_sum
 from tokenmill_engine.errors import EngineDeadError, StartupError
-from tokenmill_kernels import ops
 
 _c10d: Any = torch.distributed
 """Torch's stubs leave out most of what is used here."""
@@ -97,18 +97,15 @@ class TorchGroup:
         self._wait(self._processes.allreduce([x]))
         return x
 
-    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return None
-
     def add_rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor,
         eps: float,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, out=out)
+        return norm_sum(self.all_reduce(x), residual, weight, eps, out)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, width = x.shape

@@ -1,7 +1,7 @@
 """Token ids to vectors at the bottom of the model, vectors to logits at its top.
 
-Several workers that share a model have the vocabulary between them, in runs of entries: the results are whole on every
-one of them.
+Several workers that share a model have the vocabulary between them, in runs of entries. Logits are whole on every one
+of them; of the vectors each has a part, and the norm behind adds these up.
 """
 
 from collections.abc import Iterator
@@ -39,13 +39,11 @@ class TokenEmbedding:
             self.weight = ops.pack_linear(self.weight)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int32 [num_tokens] -> [num_tokens, hidden_size]."""
+        """int32 [num_tokens] -> [num_tokens, hidden_size]; of several workers a part of that sum from each: the rows
+        that it has, and zeros."""
         if self.is_whole:
             return ops.embedding(input_ids, self.weight)
-        rows = input_ids - self.entries.first
-        is_elsewhere = (rows < 0) | (rows >= self.entries.count)
-        found = ops.embedding(rows.clamp(0, self.entries.count - 1), self.weight)
-        return self.group.all_reduce(found.masked_fill(is_elsewhere[:, None], 0))
+        return ops.embedding_part(input_ids, self.weight, self.entries.first)
 
 
 class LMHead:
@@ -63,8 +61,12 @@ class LMHead:
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """Most likely entry of each row, int32 [num_rows]; -1 where the scores are not numbers."""
-        best = ops.linear_argmax(hidden, self._rows.weight)
-        return best if self._rows.is_whole else self._best_of_all(hidden, best)
+        rows = self._rows
+        if rows.is_whole:
+            return ops.linear_argmax(hidden, rows.weight)
+        # Only winners and their scores are sent, not logits.
+        pairs = rows.group.all_gather(ops.linear_best(hidden, rows.weight, rows.entries.first))
+        return ops.pick_best(pairs.view(len(pairs), rows.group.size, 2))
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of all entries from those of each worker's own."""
@@ -74,18 +76,3 @@ class LMHead:
         vocab_size = rows.entries.total
         # The sampler's operators take rows without gaps.
         return gathered if gathered.shape[1] == vocab_size else gathered[:, :vocab_size].contiguous()
-
-    def _best_of_all(self, hidden: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """The winner among the workers' own, `best` int32 [num_rows]: -1 if that is what one of them has.
-
-        Only winners and their scores are sent, not logits. Both go as float32, which counts far enough for any
-        vocabulary. Of equal scores the first worker's wins, and so the lowest index as within one worker.
-        """
-        group, first = self._rows.group, self._rows.entries.first
-        winners = ops.embedding(best.clamp(min=0), self._rows.weight)
-        scores = (hidden.float() * winners.float()).sum(dim=-1)
-        token_ids = torch.where(best < 0, best, best + first)
-        all_best = group.all_gather(torch.stack((scores, token_ids.float()), dim=-1)).view(-1, group.size, 2)
-        scores, token_ids = all_best.unbind(dim=-1)
-        winner = token_ids.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
-        return winner.masked_fill((token_ids < 0).any(dim=1), -1).to(torch.int32)

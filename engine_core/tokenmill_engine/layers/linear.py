@@ -20,7 +20,7 @@ class Linear:
     kernel likes best.
     """
 
-    __slots__ = ("_added_bias", "_inputs", "_outputs", "_room", "bias", "weight")
+    __slots__ = ("_added_bias", "_inputs", "_outputs", "bias", "weight")
 
     def __init__(self, inputs: Share, outputs: Mapping[str, Share], has_bias: bool, placement: Placement) -> None:
         """With a part of the columns (`inputs`), rows must be whole."""
@@ -29,7 +29,6 @@ class Linear:
         out_features = sum(rows.count for rows in outputs.values())
         self.weight: torch.Tensor | ops.PackedWeight = placement.empty(out_features, inputs.count)
         self.bias = placement.empty(out_features) if has_bias else None
-        self._room = None if inputs.is_whole else placement.group.room
         # All workers have the bias of a sum, and one adds it.
         self._added_bias = self.bias if inputs.is_whole or placement.group.rank == 0 else None
 
@@ -57,5 +56,4 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, columns here] -> [num_tokens, rows here]; with a part of the columns, a part of that sum."""
-        out = None if self._room is None else self._room(x.shape[0], self.weight.shape[0], x.dtype)
-        return ops.linear(x, self.weight, self._added_bias, out=out)
+        return ops.linear(x, self.weight, self._added_bias)

@@ -25,10 +25,9 @@ class RMSNorm:
 
     def embed(self, input_ids: torch.Tensor, table: TokenEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(rows), rows) of the embeddings of int32 [num_tokens], both [num_tokens, size]."""
-        if not table.is_whole:
-            rows = table(input_ids)
-            return ops.rms_norm(rows, self.weight, self.eps), rows
-        return ops.embed_rms_norm(input_ids, table.weight, self.weight, self.eps)
+        if self._group is None:
+            return ops.embed_rms_norm(input_ids, table.weight, self.weight, self.eps)
+        return self._group.add_rms_norm(table(input_ids), None, self.weight, self.eps)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None

@@ -35,9 +35,11 @@ def _pieces_kernel(
     tl.store(indices_ptr + target, index)
 
 
-@triton.jit
-def _reduce_kernel(out_ptr, values_ptr, indices_ptr, num_pieces, pdl: tl.constexpr, block: tl.constexpr):
-    """Row program_id(0)."""
+@triton.jit(do_not_specialize=["first"])
+def _reduce_kernel(
+    out_ptr, values_ptr, indices_ptr, num_pieces, first, scored: tl.constexpr, pdl: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Row program_id(0): the index, counted from `first`; when `scored`, as the second of two numbers."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     row = tl.program_id(0)
@@ -46,25 +48,46 @@ def _reduce_kernel(out_ptr, values_ptr, indices_ptr, num_pieces, pdl: tl.constex
     values = tl.load(values_ptr + row * num_pieces + pieces, mask=inside, other=float("-inf"))
     value, index = first_largest(values, tl.load(indices_ptr + row * num_pieces + pieces, mask=inside, other=0))
     # A finite number: infinities fail one of the two, a NaN has become one.
-    tl.store(out_ptr + row, tl.where((value > float("-inf")) & (value < float("inf")), index, -1))
+    index = tl.where((value > float("-inf")) & (value < float("inf")), index + first, -1)
+    if scored:
+        tl.store(out_ptr + row * 2, value)
+        tl.store(out_ptr + row * 2 + 1, index.to(tl.float32))
+    else:
+        tl.store(out_ptr + row, index)
 
 
 def reduce_pieces(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The index that belongs to the largest of each row of `values` float32 [R, P], contiguous as `indices` int32
     [R, P]; of equal values the lowest index. int32 [R], -1 where the largest is no finite number or one is a NaN."""
+    out = torch.empty(values.shape[0], dtype=torch.int32, device=values.device)
+    _reduce(out, values, indices, 0, scored=False)
+    return out
+
+
+def best_of_pieces(values: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
+    """As `reduce_pieces`, with the value in front: float32 [R, 2]. Indices that are not -1 are counted from `first`."""
+    out = torch.empty((values.shape[0], 2), dtype=torch.float32, device=values.device)
+    _reduce(out, values, indices, first, scored=True)
+    return out
+
+
+def _reduce(out: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, first: int, scored: bool) -> None:
     num_rows, num_pieces = values.shape
-    out = torch.empty(num_rows, dtype=torch.int32, device=values.device)
     block = triton.next_power_of_2(num_pieces)
     _reduce_kernel[(num_rows,)](
-        out, values, indices, num_pieces, block=block, num_warps=min(max(block // 128, 1), 8),
+        out, values, indices, num_pieces, first, scored=scored, block=block, num_warps=min(max(block // 128, 1), 8),
         **launch_options(values.device),
     )  # fmt: skip
-    return out
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """First largest entry of each row of `logits` float32 [R, V] with contiguous rows. int32 [R], -1 where the largest
     is no finite number or the row has a NaN."""
+    return reduce_pieces(*logit_pieces(logits))
+
+
+def logit_pieces(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `reduce_pieces` takes, of `logits` float32 [R, V] with contiguous rows."""
     num_rows, vocab_size = logits.shape
     num_pieces = triton.cdiv(vocab_size, PIECE)
     values = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
@@ -73,4 +96,4 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
         values, indices, logits, logits.stride(0), vocab_size, piece=PIECE, num_warps=4,
         **launch_options(logits.device),
     )  # fmt: skip
-    return reduce_pieces(values, indices)
+    return values, indices

@@ -8,21 +8,13 @@ from tokenmill_kernels.gpu.argmax import argmax
 
 
 def library_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `out_dtype`, or in x's dtype if that is None; in `out` if it
-    is given."""
+    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `out_dtype`, or in x's dtype if that is None."""
     if out_dtype is None or out_dtype == x.dtype:
-        if out is None:
-            return F.linear(x, weight, bias)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return F.linear(x, weight, bias)
     product = torch.mm(x, weight.t(), out_dtype=out_dtype)
-    product = product if bias is None else product.add_(bias)
-    return product if out is None else out.copy_(product)
+    return product if bias is None else product.add_(bias)
 
 
 def library_gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -48,17 +48,14 @@ def stream_linear(
     config: StreamConfig,
     *,
     out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
     """x [T, K] @ weight [N, K].T + bias [N] -> [T, N]; gated, silu of the first half times the second -> [T, N / 2].
-    In `out` if that is given.
 
     `can_stream` must hold. Accumulates in float32 and rounds once.
     """
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    if out is None:
-        out = torch.empty((x.shape[0], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], num_outputs), dtype=out_dtype or x.dtype, device=x.device)
     _launch(out, None, x, weight, bias, config, gated)
     return out
 
@@ -68,12 +65,17 @@ def stream_argmax(x: torch.Tensor, weight: torch.Tensor, config: StreamConfig) -
 
     The lowest index of equals; -1 for a row whose largest entry is no finite number or that has a NaN.
     """
+    return reduce_pieces(*stream_pieces(x, weight, config))
+
+
+def stream_pieces(x: torch.Tensor, weight: torch.Tensor, config: StreamConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `reduce_pieces` takes, of x [T, K] @ weight [N, K].T."""
     num_tokens = x.shape[0]
     shape = (token_block(num_tokens), _runs(weight.shape[0], weight.shape[1], config, x.device)[0])
     values = torch.empty(shape, dtype=torch.float32, device=x.device)
     indices = torch.empty(shape, dtype=torch.int32, device=x.device)
     _launch(values, indices, x, weight, None, config, gated=False)
-    return reduce_pieces(values[:num_tokens], indices[:num_tokens])
+    return values[:num_tokens], indices[:num_tokens]
 
 
 def _runs(num_rows: int, k_size: int, config: StreamConfig, device: torch.device) -> tuple[int, int]:

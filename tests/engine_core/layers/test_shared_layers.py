@@ -33,6 +33,10 @@ def table_of(group: ThreadGroup, weight: torch.Tensor, packed: bool = True) -> T
     return table
 
 
+def rows_of(group: ThreadGroup, weight: torch.Tensor, ids: torch.Tensor, packed: bool = True) -> torch.Tensor:
+    return group.all_reduce(table_of(group, weight, packed)(ids))
+
+
 def random_weight() -> torch.Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
 
@@ -59,7 +63,7 @@ def test_products_of_parts_of_the_columns_add_up(size: int, has_bias: bool) -> N
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_are_found_wherever_they_are(size: int) -> None:
     weight, every_id = random_weight(), torch.arange(VOCAB, dtype=torch.int32)
-    for rows in on_every_rank(thread_groups(size), lambda group: table_of(group, weight)(every_id)):
+    for rows in on_every_rank(thread_groups(size), lambda group: rows_of(group, weight, every_id)):
         assert torch.equal(rows, weight)
 
 
@@ -69,7 +73,7 @@ def test_a_row_of_other_numbers_spoils_nobody_elses(packed: bool) -> None:
     weight = random_weight()
     weight[[0, 24, 25, 49]] = torch.tensor([NAN, INFINITY, NAN, -INFINITY])[:, None]
     ids = torch.tensor([1, 23, 26, 48, 0, 24, 25, 49], dtype=torch.int32)
-    for rows in on_every_rank(thread_groups(2), lambda group: table_of(group, weight, packed)(ids)):
+    for rows in on_every_rank(thread_groups(2), lambda group: rows_of(group, weight, ids, packed)):
         torch.testing.assert_close(rows, weight[ids], equal_nan=True, atol=0, rtol=0)
 
 
