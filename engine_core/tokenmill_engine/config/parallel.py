@@ -21,6 +21,8 @@ class ParallelConfig:
     """How many layers each of those groups has; None: as evenly as can be (`config.stages`)."""
     executor: ExecutorKind = "uni"
     """`uni`: the only worker is a thread of the engine core; `mp`: each worker is a process."""
+    disable_custom_all_reduce: bool = False
+    """On GPUs: workers of one stage add up through NCCL alone, and not through memory that all of them map."""
 
     @property
     def world_size(self) -> int:

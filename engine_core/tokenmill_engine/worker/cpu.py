@@ -11,6 +11,7 @@ from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.attention.selection import attention_backend
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.distributed.chain import ONE_STAGE, Chain
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan
@@ -33,12 +34,13 @@ class CpuBackend:
 
     loads_beside = False
 
-    def __init__(self, config: EngineConfig, chain: Chain = ONE_STAGE) -> None:
-        """`chain`: the workers that have the stages of the model.
+    def __init__(self, config: EngineConfig, group: Group = ALONE, chain: Chain = ONE_STAGE) -> None:
+        """`group` and `chain`: as in `Worker`.
 
         Raises:
             StartupError: the attention backend that is asked for by name cannot serve.
         """
+        self.group = group
         self._chain = chain
         self.device = torch.device("cpu")
         self._config = config

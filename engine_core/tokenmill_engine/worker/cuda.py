@@ -4,22 +4,28 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from tokenmill_engine.attention.selection import attention_backend
 from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.distributed import nccl_group
+from tokenmill_engine.distributed.group import ALONE, Group
+from tokenmill_engine.distributed import nccl_chain
+from tokenmill_engine.distributed.chain import ONE_STAGE, Chain
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
 from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker import memory
+from tokenmill_engine.worker.backend import Runner
 from tokenmill_engine.worker.cuda_graphs import GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
+from tokenmill_engine.worker.cuda_stages import CudaInlet, CudaRelay
 from tokenmill_engine.worker.cuda_steps import CudaSteps
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
-from tokenmill_engine.worker.model_runner import ModelRunner
 from tokenmill_engine.worker.rehearsal import RehearsalPlans
 from tokenmill_engine.worker.shapes import Ladder
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
@@ -38,19 +44,25 @@ class CudaBackend:
 
     loads_beside = True
 
-    def __init__(self, config: EngineConfig, device_index: int) -> None:
+    def __init__(self, config: EngineConfig, device_index: int, group: Group = ALONE) -> None:
+        """`group`: as in `Worker`. All of its members make the same calls in the same order from here on: whatever
+        enqueues steps, what is measured must not decide what is enqueued next."""
         keep_compiled_kernels()
         self.device = torch.device("cuda", device_index)
+        # Before anything is allocated: threads and libraries take the first GPU if they are not told of another.
+        torch.cuda.set_device(self.device)
         self.attention = attention_backend(
             config.device.attention_backend, self.device, TORCH_DTYPES[config.model.dtype]
         )
-        torch.cuda.set_device(self.device)
         torch.set_num_threads(1)
         self._config = config
         self._at_start = DeviceMemory.of(self.device)
         self._prefill_costs: tuple[tuple[int, float], ...] = ()
+        self._silence: Callable[[], AbstractContextManager[None]] = nullcontext
+        """In which nothing is said to other workers."""
         if config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None:
             memory.check_free_share(self._at_start, config.cache)
+        self.group = self._connect(group)
 
     @property
     def prefill_costs(self) -> tuple[tuple[int, float], ...]:
@@ -67,8 +79,13 @@ class CudaBackend:
         self._graphs = GraphStore(self.device)
         self._inputs = CudaInputs(tables, config.cache.block_size, self._ladder.num_rows, max_tokens)
         ladder = None if config.device.enforce_eager else self._ladder
-        self._steps = CudaSteps(model, self._inputs, self._graphs, ladder)
-        self._runner = ModelRunner(model, tables, self._steps)
+        inlet = None if model.stage.is_first else CudaInlet(model, self._inputs)
+        self._steps: CudaSteps | CudaRelay
+        if model.stage.is_last:
+            self._steps = CudaSteps(model, self._inputs, self._graphs, ladder, inlet)
+        else:
+            self._steps = CudaRelay(model, self._inputs, self._graphs, ladder, inlet, self.chain.size)
+        self._runner: Runner = self._steps.runner()
         self._plans = RehearsalPlans(
             config.scheduler.max_num_seqs,
             max_tokens,
@@ -84,7 +101,7 @@ class CudaBackend:
             return stated
         return memory.cuda_kv_bytes(self._at_start, use, self._config.cache, block_bytes)
 
-    def start(self, kv_caches: KVCaches) -> ModelRunner:
+    def start(self, kv_caches: KVCaches) -> Runner:
         self._steps.kv_caches = kv_caches
         self._inputs.ring.clear()
         started = time.monotonic()
@@ -94,7 +111,20 @@ class CudaBackend:
         if calls:
             torch.cuda.synchronize(self.device)
             logger.info("captured %d CUDA graphs: %.2f s", len(calls), time.monotonic() - started)
+        # What was rehearsed until now is each stage's own affair.
+        self._steps.connect(self.chain)
         return self._runner
+
+    def _connect(self, group: Group) -> Group:
+        """The same workers, on their GPUs."""
+        if group.size == 1:
+            return group
+        started = time.monotonic()
+        use_peer_memory = not self._config.parallel.disable_custom_all_reduce
+        connected = nccl_group.connect(group, self.device, use_peer_memory=use_peer_memory)
+        self._silence = connected.silence
+        logger.info("connected %d GPUs: %.2f s", group.size, time.monotonic() - started)
+        return connected
 
     def _profile(self) -> MeasuredUse:
         """Over a cache of one block: let every kernel run once, run the largest step there can be and see what it
@@ -135,7 +165,8 @@ class CudaBackend:
     def _compile(self, calls: Sequence[Callable[[], object]]) -> None:
         started = time.monotonic()
         try:
-            num_kernels = compile_ahead(calls, self.device)
+            with self._silence():
+                num_kernels = compile_ahead(calls, self.device)
         except CompileError as error:
             raise StartupError(
                 f"a kernel cannot be prepared for {torch.cuda.get_device_name(self.device)}: {error}"

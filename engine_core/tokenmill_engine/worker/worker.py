@@ -54,7 +54,7 @@ class Worker:
             backend = self._claim_device()
             self._device = backend.device
         with self._phase("model"):
-            model = build_model(config.model, backend.device, backend.attention, self._group, self._stage())
+            model = build_model(config.model, backend.device, backend.attention, backend.group, self._stage())
             groups = group_layers(model.kv_specs)
             tables = backend.make_tables(self._slot_shape(len(groups)))
         with WeightLoading(model, config.model) as loading:
@@ -126,11 +126,11 @@ class Worker:
 
     def _claim_device(self) -> Backend:
         if self._config.device.kind == "cpu":
-            return CpuBackend(self._config, self._chain)
+            return CpuBackend(self._config, self._group, self._chain)
         # Importing it imports Triton, which only GPUs need.
         from tokenmill_engine.worker.cuda import CudaBackend
 
-        return CudaBackend(self._config, self._device_index)
+        return CudaBackend(self._config, self._device_index, self._group)
 
     def _finish_loading(self, loading: WeightLoading) -> None:
         with self._phase("load"):
