@@ -148,11 +148,11 @@ class DenseDecoder:
     def linear_shapes(self) -> list[tuple[ops.LinearUse, int, int]]:
         """(use, rows, columns) of every kind of weight matrix, as loaded; for `ops.prepare_linears`."""
         qkv, output, gate_up, down = self.layers[0].linears()
-        head = self.head_rows.weight
         uses: list[tuple[ops.LinearUse, torch.Tensor | ops.PackedWeight]] = [
-            ("linear", qkv.weight), ("linear", output.weight), ("gated", gate_up.weight), ("linear", down.weight),
-            ("linear", head), ("argmax", head),
+            ("linear", qkv.weight), ("linear", output.weight), ("gated", gate_up.weight), ("linear", down.weight)
         ]  # fmt: skip
+        if self.stage.is_last:
+            uses += [("linear", self.head_rows.weight), ("argmax", self.head_rows.weight)]
         return [(use, *weight.shape) for use, weight in uses]
 
     def distinct_layers(self) -> list[int]:

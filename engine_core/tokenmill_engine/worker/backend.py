@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from tokenmill_engine.attention.backend import AttentionBackend
+from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.distributed.group import Group
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
@@ -54,6 +55,8 @@ class Backend(Protocol):
     """What the layers of the model attend with."""
     group: Group
     """What they add up with: the workers that have a part of each of them."""
+    chain: Chain
+    """What steps go through: the workers that have the stages of the model."""
     loads_beside: bool
     """Whether weights may still arrive while `kv_bytes` measures."""
 

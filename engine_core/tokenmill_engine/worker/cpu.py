@@ -41,7 +41,7 @@ class CpuBackend:
             StartupError: the attention backend that is asked for by name cannot serve.
         """
         self.group = group
-        self._chain = chain
+        self.chain = chain
         self.device = torch.device("cpu")
         self._config = config
         dtype = TORCH_DTYPES[config.model.dtype]
@@ -74,7 +74,7 @@ class CpuBackend:
         return runner
 
     def _make_runner(self, kv_caches: KVCaches, block_size: int) -> Runner:
-        model, tables, chain = self._model, self._tables, self._chain
+        model, tables, chain = self._model, self._tables, self.chain
         if not model.stage.is_last:
             return RelayRunner(model, kv_caches, tables, block_size, chain)
         return ModelRunner(model, tables, CpuSteps(model, kv_caches, tables, block_size, inlet_of(model, chain)))

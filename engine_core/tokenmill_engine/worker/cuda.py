@@ -10,10 +10,9 @@ import torch
 
 from tokenmill_engine.attention.selection import attention_backend
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.distributed import nccl_group
-from tokenmill_engine.distributed.group import ALONE, Group
-from tokenmill_engine.distributed import nccl_chain
+from tokenmill_engine.distributed import nccl_chain, nccl_group
 from tokenmill_engine.distributed.chain import ONE_STAGE, Chain
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
@@ -44,9 +43,9 @@ class CudaBackend:
 
     loads_beside = True
 
-    def __init__(self, config: EngineConfig, device_index: int, group: Group = ALONE) -> None:
-        """`group`: as in `Worker`. All of its members make the same calls in the same order from here on: whatever
-        enqueues steps, what is measured must not decide what is enqueued next."""
+    def __init__(self, config: EngineConfig, device_index: int, group: Group = ALONE, chain: Chain = ONE_STAGE) -> None:
+        """`group` and `chain`: as in `Worker`. All members of the group make the same calls in the same order from here
+        on: whatever enqueues steps, what is measured must not decide what is enqueued next."""
         keep_compiled_kernels()
         self.device = torch.device("cuda", device_index)
         # Before anything is allocated: threads and libraries take the first GPU if they are not told of another.
@@ -62,6 +61,7 @@ class CudaBackend:
         """In which nothing is said to other workers."""
         if config.cache.num_gpu_blocks_override is None and config.cache.kv_cache_memory_bytes is None:
             memory.check_free_share(self._at_start, config.cache)
+        self.chain = chain if chain.size == 1 else nccl_chain.connect(chain, self.device)
         self.group = self._connect(group)
 
     @property

@@ -44,15 +44,15 @@ class CudaInputs:
             for table in tables.block_tables
         ]
 
-    def stage(self, plan: StepPlan, entry: StepEntry) -> StepRows:
-        """Write the step into its entry; what is too much for it is sent at once.
+    def stage(self, plan: StepPlan, entry: StepEntry, more: Sequence[Write] = ()) -> StepRows:
+        """Write the step into its entry, and `more` changes of the tables; what is too much for it is sent at once.
 
         Raises:
             ValueError: the step is larger than the buffers.
         """
         if plan.num_reqs > self.num_rows or (plan.num_decodes < plan.num_reqs and plan.num_tokens > self.max_tokens):
             raise ValueError(f"{plan.num_tokens} tokens of {plan.num_reqs} requests are more than the buffers hold")
-        rows, rest = entry.write(plan, self.tables.changes(plan))
+        rows, rest = entry.write(plan, [*self.tables.changes(plan), *more])
         if rest:
             self.write_apart(rest)
         return rows

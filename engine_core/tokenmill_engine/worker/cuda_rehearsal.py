@@ -3,23 +3,22 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
+from tokenmill_engine.worker.backend import Runner
 from tokenmill_engine.worker.cuda_graphs import Call
+from tokenmill_engine.worker.cuda_stages import CudaRelay
 from tokenmill_engine.worker.cuda_steps import CudaSteps
-from tokenmill_engine.worker.model_runner import ModelRunner
 from tokenmill_engine.worker.rehearsal import RehearsalPlans
-from tokenmill_engine.worker.shapes import Ladder, StepShape, chunk_shapes, exact_shape
+from tokenmill_engine.worker.shapes import Ladder, chunk_shapes, exact_shape
 
 
 class CudaRehearsal:
     """Calls that enqueue steps of all kinds, on few layers and no requests. The ring of the inputs must be clear before
     any are made, and be cleared when they were."""
 
-    def __init__(self, steps: CudaSteps, ladder: Ladder, plans: RehearsalPlans) -> None:
+    def __init__(self, steps: CudaSteps | CudaRelay, ladder: Ladder, plans: RehearsalPlans) -> None:
         """The sizes of `ladder` are taken as examples of all sizes, even if `steps` has no graphs."""
         self._few = steps.excerpt(ladder)
-        self._runner = ModelRunner(self._few.model, steps.inputs.tables, self._few)
+        self._runner: Runner = self._few.runner()
         self._has_graphs = steps.ladder is not None
         self._plans = plans
 
@@ -28,7 +27,7 @@ class CudaRehearsal:
         plans = self._plans
         whole_steps = [partial(self._runner.execute, plan) for plan in (plans.largest(), *plans.unusual())]
         shapes = chunk_shapes(plans.max_num_seqs, plans.max_num_batched_tokens)
-        scored = [partial(self._score_all, shape) for shape in shapes]
+        scored = [partial(self._few.score_all, shape) for shape in shapes]
         # Where no request is yet, anything may be written.
         written = partial(self._few.inputs.write_apart, [(0, [0])])
         return [*self._prefills(), *whole_steps, *reversed(self._padded()), *scored, written]
@@ -47,7 +46,3 @@ class CudaRehearsal:
 
     def _prefills(self) -> list[Call]:
         return [partial(self._few.forward, exact_shape(plan, plan.num_reqs)) for plan in self._plans.prefills()]
-
-    def _score_all(self, shape: StepShape) -> torch.Tensor:
-        """As prompts are scored."""
-        return self._few.model.compute_logits(self._few.forward_all(shape))

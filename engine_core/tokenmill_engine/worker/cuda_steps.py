@@ -10,14 +10,16 @@ from functools import partial
 
 import torch
 
-from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches
+from tokenmill_engine.distributed.chain import Chain
+from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling import table as columns
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_stages import CudaInlet
 from tokenmill_engine.worker.inputs import StepRows
-from tokenmill_engine.worker.model_runner import Hidden
+from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.shapes import Ladder, SampleShape, StepShape, exact_shape
 from tokenmill_engine.worker.step_ring import StepTokens
 from tokenmill_engine.worker.token_choice import TokenChooser
@@ -29,16 +31,32 @@ _FEATURE_SETS = (0, columns.RANDOM, columns.ON_DEVICE)
 class CudaSteps:
     """The buffers of the steps, and their graphs."""
 
-    def __init__(self, model: DenseDecoder, inputs: CudaInputs, graphs: Replay, ladder: Ladder | None) -> None:
-        """Without a `ladder` there are no graphs."""
+    def __init__(
+        self,
+        model: DenseDecoder,
+        inputs: CudaInputs,
+        graphs: Replay,
+        ladder: Ladder | None,
+        inlet: CudaInlet | None = None,
+    ) -> None:
+        """Without a `ladder` there are no graphs. `inlet`: of the last stage of a pipeline."""
         self.model = model
         self.kv_caches: KVCaches = []
         """To be set before the first step; graphs are of the caches that were set when they were captured."""
-        self.inputs, self.graphs, self.ladder = inputs, graphs, ladder
+        self.inputs, self.graphs, self.ladder, self.inlet = inputs, graphs, ladder, inlet
         self.chooser = TokenChooser(model, inputs.tables)
         self.hidden = torch.zeros(
             (inputs.num_rows, model.architecture.hidden_size), dtype=model.dtype, device=inputs.tables.device
         )
+
+    def runner(self) -> ModelRunner:
+        """What executes plans."""
+        return ModelRunner(self.model, self.inputs.tables, self)
+
+    def connect(self, chain: Chain) -> None:
+        """From now on steps receive what the stage before hands on."""
+        if self.inlet is not None:
+            self.inlet.connect(chain)
 
     def excerpt(self, ladder: Ladder | None) -> "CudaSteps":
         """The same buffers, with a model of few layers that launches the same kernels, and with that `ladder`."""
@@ -56,11 +74,21 @@ class CudaSteps:
         """Enqueue inputs and model, after `inputs.receive`: hidden states [num_hidden, hidden_size], in `hidden`."""
         chosen = None if shape.num_outputs is None else self.inputs.logit_index[: shape.num_outputs]
         batch = self.inputs.expand(shape)
-        return self.model.forward(batch, self.kv_caches, chosen, out=self.hidden[: shape.num_hidden])
+        out, incoming = self.hidden[: shape.num_hidden], self._incoming(shape.num_tokens, shape.num_tokens)
+        return self.model.forward(batch, self.kv_caches, chosen, out, incoming)
 
-    def forward_all(self, shape: StepShape) -> torch.Tensor:
-        """As `forward`, of all tokens: [num_tokens, hidden_size], in new memory."""
-        return self.model.forward(self.inputs.expand(shape), self.kv_caches)
+    def forward_all(self, shape: StepShape, num_received: int | None = None) -> torch.Tensor:
+        """As `forward`, of all tokens: [num_tokens, hidden_size], in new memory. `num_received`: tokens of the message
+        that came in, by default those of `shape`."""
+        incoming = self._incoming(shape.num_tokens, num_received or shape.num_tokens)
+        return self.model.forward(self.inputs.expand(shape), self.kv_caches, incoming=incoming)
+
+    def score_all(self, shape: StepShape) -> torch.Tensor:
+        """As prompts are scored: logits of all tokens."""
+        return self.model.compute_logits(self.forward_all(shape))
+
+    def _incoming(self, num_tokens: int, num_received: int) -> Stream | None:
+        return None if self.inlet is None else self.inlet.stream(num_tokens, num_received)
 
     def _receive_and_forward(self, shape: StepShape) -> torch.Tensor:
         self.inputs.receive()
@@ -111,20 +139,24 @@ class _CudaStep:
 
     def forward(self, every_token: bool) -> Hidden:
         steps = self._steps
-        shape = None if every_token or steps.ladder is None else steps.ladder.padded(self._plan)
-        hidden = None if shape is None else steps.graphs.replay(shape)
+        shape = None if steps.ladder is None else steps.ladder.padded(self._plan)
+        num_received = self._plan.num_tokens if shape is None else shape.num_tokens
+        if steps.inlet is not None:
+            steps.inlet.receive(self._plan.step, num_received)
+            self._entry.mark_start()
+        hidden = None if shape is None or every_token else steps.graphs.replay(shape)
         if hidden is None:
             steps.inputs.receive()
         self._turn = steps.inputs.ring.count()
         if hidden is not None:
             return Hidden(hidden[: self._num_samples])
         if every_token:
-            return self._forward_all()
+            return self._forward_all(num_received)
         return Hidden(steps.forward(exact_shape(self._plan, max(self._num_samples, 1))))
 
-    def _forward_all(self) -> Hidden:
+    def _forward_all(self, num_received: int) -> Hidden:
         steps = self._steps
-        every = steps.forward_all(exact_shape(self._plan, None))
+        every = steps.forward_all(exact_shape(self._plan, None), num_received)
         chosen = steps.hidden[: self._num_samples]
         if self._plan.num_decodes == self._plan.num_reqs:
             chosen.copy_(every)
@@ -143,4 +175,6 @@ class _CudaStep:
         return sampled
 
     def finish(self, sampled: Sampled) -> StepTokens:
+        if self._steps.inlet is not None:
+            self._entry.note_slowest(self._steps.inlet.slowest)
         return self._entry.finish(self._turn, len(sampled.token_ids))

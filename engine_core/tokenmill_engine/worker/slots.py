@@ -92,6 +92,19 @@ class SlotTables:
         writes.extend((self._block_index(new.group, new.slot, new.start), new.block_ids) for new in plan.appends)
         return writes
 
+    def sampled_changes(self, plan: StepPlan) -> list[Write]:
+        """As `changes`, which they do not overlap: the tokens of `plan.sampled`, but for those of slots that the plan
+        starts, whose requests are gone."""
+        sampled = plan.sampled
+        if sampled is None:
+            return []
+        started = {start.slot for start in plan.starts}
+        offsets = (
+            self._tokens_offset + sampled.slots.astype(np.int64) * self.shape.max_len + sampled.positions
+        ).tolist()
+        columns = zip(offsets, sampled.token_ids.tolist(), sampled.slots.tolist(), strict=True)
+        return [(offset, [token_id]) for offset, token_id, slot in columns if slot not in started]
+
     def _start(self, start: SlotStart, writes: list[Write]) -> None:
         slot, num_slots = start.slot, self.shape.num_slots
         self.num_prompt[slot] = start.num_prompt_tokens

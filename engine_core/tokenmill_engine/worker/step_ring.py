@@ -28,7 +28,14 @@ _LONGEST_OF_WORDS = 16
 class StepEntry:
     """What one step sends to the device, and what it gets back."""
 
-    def __init__(self, sent: NDArray[np.int32], received: NDArray[np.int32], shape: EntryShape, on_cuda: bool) -> None:
+    def __init__(
+        self,
+        sent: NDArray[np.int32],
+        received: NDArray[np.int32],
+        slowest: torch.Tensor,
+        shape: EntryShape,
+        on_cuda: bool,
+    ) -> None:
         self._shape = shape
         self._headers = sent[: exchange.NUM_HEADERS]
         rows, changes = sent[exchange.NUM_HEADERS : shape.words_start], sent[shape.words_start : shape.runs_start]
@@ -38,6 +45,8 @@ class StepEntry:
         self._index = np.arange(shape.num_rows + 1, dtype=np.int32)
         self.received = received
         """[1 + num_rows] number of the step, then its tokens."""
+        self.slowest = slowest
+        """int64 [1], ns: how long a stage before this one took, the slowest one; 0 if there is none."""
         self.events = (_timed_event(), _timed_event()) if on_cuda else None
         """Start and end of the step on the device."""
         self.in_flight: StepTokens | None = None
@@ -55,8 +64,16 @@ class StepEntry:
             self.events[1].record()
             self.events[1].synchronize()
         self._is_abandoned = False
+        self.mark_start()
+
+    def mark_start(self) -> None:
+        """The step starts behind what is enqueued now; the time before that is not its own."""
         if self.events is not None:
             self.events[0].record()
+
+    def note_slowest(self, slowest: torch.Tensor) -> None:
+        """Enqueue: take `slowest` int64 [1] from the device."""
+        self.slowest.copy_(slowest, non_blocking=True)
 
     def send(self) -> None:
         """The device was told to receive it."""
@@ -150,6 +167,7 @@ class StepTokens:
             started, finished = entry.events
             finished.synchronize()
             elapsed_s = started.elapsed_time(finished) * 1e-3
+        elapsed_s = max(elapsed_s, float(entry.slowest) * 1e-9)
         if entry.received[0] != self._turn & exchange.TURN_MASK:
             raise EngineDeadError(f"the device answered step {entry.received[0]} of its count instead of {self._turn}")
         return entry.received[1 : 1 + self._num_samples].copy(), elapsed_s
@@ -163,12 +181,13 @@ class StepRing:
         on_cuda = device.type == "cuda"
         self.sent = torch.zeros((NUM_ENTRIES, self.shape.size), dtype=torch.int32, pin_memory=on_cuda)
         self.received = torch.zeros((NUM_ENTRIES, 1 + num_rows), dtype=torch.int32, pin_memory=on_cuda)
+        slowest = torch.zeros((NUM_ENTRIES, 1), dtype=torch.int64, pin_memory=on_cuda)
         self.turn = torch.zeros(2, dtype=torch.int64, device=device)
         """Of the device: see `exchange.receive`."""
         self._turn = 0
         self._entries = [
-            StepEntry(sent, received, self.shape, on_cuda)
-            for sent, received in zip(self.sent.numpy(), self.received.numpy(), strict=True)
+            StepEntry(*buffers, self.shape, on_cuda)
+            for buffers in zip(self.sent.numpy(), self.received.numpy(), slowest, strict=True)
         ]
 
     def begin(self) -> StepEntry:

@@ -52,7 +52,7 @@ class Worker:
         config = self._config
         with self._phase("device"):
             backend = self._claim_device()
-            self._device = backend.device
+            self._device, self._chain = backend.device, backend.chain
         with self._phase("model"):
             model = build_model(config.model, backend.device, backend.attention, backend.group, self._stage())
             groups = group_layers(model.kv_specs)
@@ -130,7 +130,7 @@ class Worker:
         # Importing it imports Triton, which only GPUs need.
         from tokenmill_engine.worker.cuda import CudaBackend
 
-        return CudaBackend(self._config, self._device_index, self._group)
+        return CudaBackend(self._config, self._device_index, self._group, self._chain)
 
     def _finish_loading(self, loading: WeightLoading) -> None:
         with self._phase("load"):
