@@ -33,6 +33,8 @@ _SETTINGS = {
     "NCCL_SOCKET_IFNAME": "=lo",
     # Graphs share their memory and are captured anew: NCCL need not tell its peers of each buffer.
     "NCCL_GRAPH_REGISTER": "0",
+    # A stage's message may wait for the next stage: it must not hold many multiprocessors meanwhile.
+    "NCCL_MAX_P2P_NCHANNELS": "8",
 }
 """Where the environment says nothing else."""
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tokenmill_engine.config.engine import EngineConfig
@@ -82,7 +82,8 @@ class MultiprocExecutor:
             raise RuntimeError(f"the workers offer different KV caches: {[_shape(each) for each in capacities]}")
         self._pool.watch(lambda message: self._on_lost(EngineDeadError(message)))
         waiting_s = time.monotonic() - began - sum(first.phases.values())
-        return dataclasses.replace(first, phases={"import": max(0.0, waiting_s), **first.phases})
+        phases = {"import": max(0.0, waiting_s), **first.phases}
+        return dataclasses.replace(first, phases=phases, prefill_costs=_slowest(capacities))
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Hand a step to the workers, behind those submitted before. Never raises for what goes wrong with it."""
@@ -239,3 +240,10 @@ class _Step:
 def _shape(capacity: KVCapacity) -> tuple[int, int, int]:
     """What all ranks must have alike."""
     return capacity.num_blocks, capacity.block_size, capacity.max_model_len
+
+
+def _slowest(capacities: Sequence[KVCapacity]) -> tuple[tuple[int, float], ...]:
+    """`prefill_costs` of the workers together: of each size, of the one that took longest. Stages work at once, on
+    different steps, and members of a stage wait for each other."""
+    columns = zip(*(capacity.prefill_costs for capacity in capacities), strict=True)
+    return tuple((column[0][0], max(seconds for _, seconds in column)) for column in columns)

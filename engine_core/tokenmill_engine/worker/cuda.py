@@ -22,8 +22,7 @@ from tokenmill_engine.worker.backend import Runner
 from tokenmill_engine.worker.cuda_graphs import GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
-from tokenmill_engine.worker.cuda_stages import CudaInlet, CudaRelay
-from tokenmill_engine.worker.cuda_steps import CudaSteps
+from tokenmill_engine.worker.cuda_steps import steps_of
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
 from tokenmill_engine.worker.rehearsal import RehearsalPlans
 from tokenmill_engine.worker.shapes import Ladder
@@ -79,12 +78,7 @@ class CudaBackend:
         self._graphs = GraphStore(self.device)
         self._inputs = CudaInputs(tables, config.cache.block_size, self._ladder.num_rows, max_tokens)
         ladder = None if config.device.enforce_eager else self._ladder
-        inlet = None if model.stage.is_first else CudaInlet(model, self._inputs)
-        self._steps: CudaSteps | CudaRelay
-        if model.stage.is_last:
-            self._steps = CudaSteps(model, self._inputs, self._graphs, ladder, inlet)
-        else:
-            self._steps = CudaRelay(model, self._inputs, self._graphs, ladder, inlet, self.chain.size)
+        self._steps = steps_of(model, self._inputs, self._graphs, ladder, self.chain.size)
         self._runner: Runner = self._steps.runner()
         self._plans = RehearsalPlans(
             config.scheduler.max_num_seqs,

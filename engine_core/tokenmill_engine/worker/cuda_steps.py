@@ -17,7 +17,7 @@ from tokenmill_engine.sampling import table as columns
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
-from tokenmill_engine.worker.cuda_stages import CudaInlet
+from tokenmill_engine.worker.cuda_stages import CudaInlet, CudaRelay
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.shapes import Ladder, SampleShape, StepShape, exact_shape
@@ -178,3 +178,13 @@ class _CudaStep:
         if self._steps.inlet is not None:
             self._entry.note_slowest(self._steps.inlet.slowest)
         return self._entry.finish(self._turn, len(sampled.token_ids))
+
+
+def steps_of(
+    model: DenseDecoder, inputs: CudaInputs, graphs: Replay, ladder: Ladder | None, num_stages: int = 1
+) -> CudaSteps | CudaRelay:
+    """The steps of the stage that `model` is, of so many."""
+    inlet = None if model.stage.is_first else CudaInlet(model, inputs)
+    if model.stage.is_last:
+        return CudaSteps(model, inputs, graphs, ladder, inlet)
+    return CudaRelay(model, inputs, graphs, ladder, inlet, num_stages)
