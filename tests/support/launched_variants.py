@@ -1,8 +1,9 @@
 """Lists the variants of kernels that steps launch, as on a GPU, where there is none: nothing is compiled or computed.
 
 A program of its own, since it makes all of torch believe that tensors are on a GPU: `python -m
-tests.support.launched_variants MAX_NUM_SEQS MAX_TOKENS eager|graphs` prints what steps of many kinds launch and the
-rehearsal of the start does not, one variant a line, and at last how many variants the rehearsal launches.
+tests.support.launched_variants MAX_NUM_SEQS MAX_TOKENS eager|graphs whole|first|last` prints what steps of many kinds
+launch and the rehearsal of the start does not, one variant a line, and at last how many variants the rehearsal
+launches. The last argument says which stage of the model runs them.
 """
 
 import sys
@@ -18,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from tests.support.model_loading import CPU, model_config
 from tests.support.tiny_models import cached_tiny_model
+from tokenmill_engine.config.stages import share_layers, whole_model
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.models.loader import build_model
 from tokenmill_engine.outputs import StepPlan
@@ -26,8 +28,8 @@ from tokenmill_engine.sampling.device import DeviceSampler
 from tokenmill_engine.worker import results
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
-from tokenmill_engine.worker.cuda_steps import CudaSteps
-from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.worker.cuda_stages import CudaRelay
+from tokenmill_engine.worker.cuda_steps import CudaSteps, steps_of
 from tokenmill_engine.worker.rehearsal import UNUSUAL, RehearsalPlans, rehearsal_plan
 from tokenmill_engine.worker.shapes import Ladder
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
@@ -77,12 +79,16 @@ def sample_on_device(steps: CudaSteps) -> None:
     sampler.SamplingBatch.__init__ = with_slots  # type: ignore[method-assign]
 
 
-def make_steps(max_num_seqs: int, max_tokens: int, ladder: Ladder | None) -> CudaSteps:
-    model = build_model(model_config(cached_tiny_model("llama"), dtype="bfloat16"), CPU)
+def make_steps(max_num_seqs: int, max_tokens: int, ladder: Ladder | None, part: str) -> CudaSteps | CudaRelay:
+    config = model_config(cached_tiny_model("llama"), dtype="bfloat16")
+    num_layers = config.architecture.num_layers
+    stages = share_layers(num_layers, 2)
+    stage = {"whole": whole_model(num_layers), "first": stages[0], "last": stages[1]}[part]
+    model = build_model(config, CPU, stage=stage)
     shape = SlotShape(max_num_seqs, MAX_LEN, MAX_LEN // BLOCK_SIZE, 1, model.architecture.vocab_size)
     num_rows = Ladder(max_num_seqs, max_tokens).num_rows
     inputs = CudaInputs(SlotTables(shape, CPU, shared=False), BLOCK_SIZE, num_rows, max_tokens)
-    steps = CudaSteps(model, inputs, SimpleNamespace(replay=lambda key: None), ladder)
+    steps = steps_of(model, inputs, SimpleNamespace(replay=lambda key: None), ladder, 2)
     steps.kv_caches = [
         ops.allocate_kv_cache(1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, model.dtype, CPU)
         for spec in model.kv_specs
@@ -105,9 +111,10 @@ def plans(max_num_seqs: int, max_tokens: int) -> Iterator[StepPlan]:
 def main() -> None:
     max_num_seqs, max_tokens = int(sys.argv[1]), int(sys.argv[2])
     ladder = Ladder(max_num_seqs, max_tokens)
-    steps = make_steps(max_num_seqs, max_tokens, None if sys.argv[3] == "eager" else ladder)
+    steps = make_steps(max_num_seqs, max_tokens, None if sys.argv[3] == "eager" else ladder, sys.argv[4])
     pretend_to_have_a_gpu()
-    sample_on_device(steps)
+    if isinstance(steps, CudaSteps):
+        sample_on_device(steps)
     variants: set[str] = set()
     found: list[str] = []
 
@@ -120,7 +127,7 @@ def main() -> None:
 
     triton.knobs.runtime.jit_cache_hook = instead_of_compiling
     rehearsal = CudaRehearsal(steps, ladder, RehearsalPlans(max_num_seqs, max_tokens, MAX_LEN, 1, BLOCK_SIZE))
-    runner = ModelRunner(steps.model, steps.inputs.tables, steps)
+    runner = steps.runner()
     with torch.inference_mode():
         compile_ahead(rehearsal.to_compile(), CPU)
         num_rehearsed = len(found)

@@ -58,11 +58,21 @@ def test_rehearsed_requests_keep_to_one_block() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_tokens", "mode"), [(100, 2048, "graphs"), (100, 2048, "eager"), (1, 512, "graphs")]
+    ("max_num_seqs", "max_tokens", "mode", "stage"),
+    [
+        (100, 2048, "graphs", "whole"),
+        (100, 2048, "eager", "whole"),
+        (1, 512, "graphs", "whole"),
+        (100, 2048, "graphs", "first"),
+        (100, 2048, "eager", "first"),
+        (100, 2048, "graphs", "last"),
+    ],
 )
-def test_no_step_launches_a_kernel_that_was_not_rehearsed(max_num_seqs: int, max_tokens: int, mode: str) -> None:
+def test_no_step_launches_a_kernel_that_was_not_rehearsed(
+    max_num_seqs: int, max_tokens: int, mode: str, stage: str
+) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "tests.support.launched_variants", str(max_num_seqs), str(max_tokens), mode],
+        [sys.executable, "-m", "tests.support.launched_variants", str(max_num_seqs), str(max_tokens), mode, stage],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
