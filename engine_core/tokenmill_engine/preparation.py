@@ -3,7 +3,6 @@ seconds, part of which is waiting for disks, and so does setting up a GPU. Worke
 """
 
 import dataclasses
-import importlib
 import os
 import threading
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from tokenmill_engine.config.device import may_have_gpu, open_cuda_context
+from tokenmill_engine.config.device import may_have_gpu
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.engine import Executor
 from tokenmill_engine.errors import EngineDeadError, StartupError
@@ -19,6 +18,7 @@ from tokenmill_engine.executor.multiproc import MultiprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
 from tokenmill_engine.ipc.control import EngineStart
 from tokenmill_engine.outputs import KVCapacity
+from tokenmill_engine.worker.gpu_start import begin_context, import_cuda
 
 
 class Preparation:
@@ -26,14 +26,14 @@ class Preparation:
 
     def __init__(self, *, may_use_gpu: bool, num_workers: int = 0) -> None:
         """`may_use_gpu`: the first visible one, if there is any, is set up as well. `num_workers`: as many worker
-        processes are started instead; 0 if this process is to compute, as it does on a GPU instead of a single one."""
+        processes are started instead, which do all of that themselves; 0 if this process is to compute."""
         self._executor_class: Future[Any] = Future()
         self._gpu_error: BaseException | None = None
         """Why what GPUs need could not be imported. Set before `_executor_class` is."""
         self._pool: WorkerPool | StartupError | None = None
         self._on_gpu = may_use_gpu and may_have_gpu()
-        if num_workers > 1 or (num_workers and not self._on_gpu):
-            self._pool = _pool_or_error(num_workers)
+        if num_workers:
+            self._pool = _pool_or_error(num_workers, self._on_gpu)
         else:
             self._begin_imports()
 
@@ -70,7 +70,7 @@ class Preparation:
         size = start.config.parallel.world_size
         if isinstance(self._pool, WorkerPool) and self._pool.size != size:
             self._end_pool()
-        pool = self._pool or _pool_or_error(size)
+        pool = self._pool or _pool_or_error(size, self._on_gpu)
         if isinstance(pool, StartupError):
             raise pool
         store_path = os.path.join(start.run_dir, f"workers-{start.engine}.{start.incarnation}")
@@ -85,37 +85,26 @@ class Preparation:
 
     def _begin_imports(self) -> None:
         if self._on_gpu:
-            _begin("context", open_cuda_context)
-        _begin("import", lambda: self._import(self._on_gpu))
+            begin_context(0)
+        threading.Thread(target=self._import, args=(self._on_gpu,), name="import", daemon=True).start()
 
     def _import(self, on_gpu: bool) -> None:
         try:
             if on_gpu:
-                self._import_for_gpu()
+                try:
+                    import_cuda()
+                except BaseException as error:
+                    self._gpu_error = error
             from tokenmill_engine.executor.uniproc import UniprocExecutor
         except BaseException as error:
             self._executor_class.set_exception(error)
         else:
             self._executor_class.set_result(UniprocExecutor)
 
-    def _import_for_gpu(self) -> None:
-        try:
-            import triton
 
-            # Part of the name of every compiled kernel: a hash of all of Triton, computed beside the next imports.
-            _begin("hash", getattr(triton.runtime.cache, "triton_key", int))
-            importlib.import_module("tokenmill_engine.worker.cuda")
-        except BaseException as error:
-            self._gpu_error = error
-
-
-def _pool_or_error(size: int) -> WorkerPool | StartupError:
+def _pool_or_error(size: int, may_use_gpus: bool) -> WorkerPool | StartupError:
     """The error is told when somebody listens."""
     try:
-        return WorkerPool(size)
+        return WorkerPool(size, may_use_gpus=may_use_gpus)
     except StartupError as error:
         return error
-
-
-def _begin(name: str, work: Callable[[], object]) -> None:
-    threading.Thread(target=work, name=name, daemon=True).start()

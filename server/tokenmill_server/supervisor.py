@@ -107,7 +107,8 @@ class EngineSupervisor:
         self._device = device
         self._num_workers = num_workers
         for index in range(num_engines):
-            rank = _Rank(first_rank + index, _engine_environment(environment, device, num_engines, index))
+            seen = _engine_environment(environment, device, num_engines, index, max(1, num_workers))
+            rank = _Rank(first_rank + index, seen)
             self._ranks[rank.number] = rank
             try:
                 self._spawn(rank)
@@ -283,15 +284,15 @@ def _backoff_s(num_deaths: int) -> float:
     return min(_MAX_BACKOFF_S, 2.0 ** (num_deaths - 2)) if num_deaths > 1 else 0.0
 
 
-def _engine_environment(environment: Mapping[str, str], device: str, num_engines: int, index: int) -> dict[str, str]:
-    """Engine core `index` of several on one machine that may use GPUs sees only that one of the visible ones, if there
-    are so many. Where all are hidden, by a variable that is set but empty, they stay hidden."""
+def _engine_environment(
+    environment: Mapping[str, str], device: str, num_engines: int, index: int, num_gpus: int
+) -> dict[str, str]:
+    """Engine core `index` of several on one machine that may use GPUs sees only its own `num_gpus` of the visible ones,
+    if there are so many. Where all are hidden, by a variable that is set but empty, they stay hidden."""
     result = dict(environment)
     if device != "cpu" and num_engines > 1:
+        own = range(index * num_gpus, (index + 1) * num_gpus)
         names = environment.get("CUDA_VISIBLE_DEVICES")
-        visible = None if names is None else [name for name in names.split(",") if name]
-        if visible is None:
-            result["CUDA_VISIBLE_DEVICES"] = str(index)
-        else:
-            result["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else ""
+        visible = list(map(str, range(own.stop))) if names is None else [name for name in names.split(",") if name]
+        result["CUDA_VISIBLE_DEVICES"] = ",".join(visible[own.start : own.stop])
     return result

@@ -19,7 +19,7 @@ from tokenmill_engine.errors import ConfigError, StartupError
 _CUDA_LIBRARIES = ("libcuda.so.1", "libcuda.so")
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
-_DEVICE_NAME_BYTES = 256
+_DEVICE_NAME_BYTES, _PCI_ADDRESS_BYTES = 256, 32
 _ATTRIBUTE_CAPABILITY_MAJOR, _ATTRIBUTE_CAPABILITY_MINOR = 75, 76
 _FIRST_BFLOAT16_CAPABILITY = (8, 0)
 
@@ -93,14 +93,31 @@ def may_have_gpu() -> bool:
     return first_visible not in ("", "-1") and _cuda_driver() is not None
 
 
-def open_cuda_context() -> None:
-    """Starts the driver and makes the context of the first visible device, if there is one, for the whole process:
+def open_cuda_context(index: int = 0) -> None:
+    """Starts the driver and makes the context of a visible device, if there is such a one, for the whole process:
     libraries that use the device later find it there. Takes half a second, without Python's lock."""
     driver = _cuda_driver()
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver is None or driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+    if driver is None or driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
         return
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def pci_address(index: int) -> str | None:
+    """Of a visible CUDA device, as in /sys/bus/pci/devices; None if there is no such device."""
+    driver = _cuda_driver()
+    device, address = ctypes.c_int(), ctypes.create_string_buffer(_PCI_ADDRESS_BYTES)
+    try:
+        if (
+            driver is None
+            or driver.cuInit(0)
+            or driver.cuDeviceGet(ctypes.byref(device), index)
+            or driver.cuDeviceGetPCIBusId(address, _PCI_ADDRESS_BYTES, device)
+        ):
+            return None
+    except AttributeError:  # a library that has the driver's name only
+        return None
+    return address.value.decode("ascii", "replace").lower()
 
 
 def _cuda_driver() -> ctypes.CDLL | None:
@@ -138,11 +155,11 @@ def cgroup_available_bytes(root: Path) -> int | None:
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
-        limit = _read(root / limit_file)
+        limit = read_line(root / limit_file)
         if limit is None or not limit.isdigit():
             continue
-        usage = _read(root / usage_file) or "0"
-        stat = dict(line.split(" ", 1) for line in (_read(root / stat_file) or "").splitlines() if " " in line)
+        usage = read_line(root / usage_file) or "0"
+        stat = dict(line.split(" ", 1) for line in (read_line(root / stat_file) or "").splitlines() if " " in line)
         return max(0, int(limit) - max(0, int(usage) - int(stat.get(inactive, 0))))
     return None
 
@@ -154,15 +171,20 @@ def available_host_bytes() -> int:
     return available if left is None else min(available, left)
 
 
-def count_cores(cpus: Iterable[int], root: Path) -> int:
-    """Physical cores among the logical `cpus`, from the topology under `root`. A CPU without one is a core."""
-    return len({_read(root / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus})
+def physical_cores(cpus: Iterable[int], root: Path) -> list[list[int]]:
+    """The logical `cpus` by physical core, in ascending order, from the topology under `root`. A CPU without one is a
+    core."""
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        siblings = read_line(root / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu)
+        cores.setdefault(siblings, []).append(cpu)
+    return list(cores.values())
 
 
 def cpu_threads() -> int:
     """Threads that compute at full speed: the physical cores of the affinity mask (a second hyperthread adds nothing to
     kernels that keep the vector units or the memory busy), cut to the control group's quota. At least 1."""
-    return _within_quota(count_cores(os.sched_getaffinity(0), _CPUS))
+    return _within_quota(len(physical_cores(os.sched_getaffinity(0), _CPUS)))
 
 
 def usable_cpus() -> int:
@@ -188,10 +210,11 @@ def _within_quota(count: int) -> int:
 
 def _cgroup_value(file: str) -> str | None:
     """Content of a control file as a container sees it (version 2 names, or a version 1 controller's folder)."""
-    return _read(_CGROUP / file)
+    return read_line(_CGROUP / file)
 
 
-def _read(path: Path) -> str | None:
+def read_line(path: Path) -> str | None:
+    """Content of a file of the kernel's, or None if there is no such file."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):

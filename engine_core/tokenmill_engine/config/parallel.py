@@ -48,11 +48,16 @@ def check_tensor_parallel(architecture: ArchitectureConfig, size: int, stated: s
     obstacles = _obstacles(architecture, size)
     if not obstacles:
         return
-    valid = [str(size) for size in range(1, architecture.num_heads + 1) if not _obstacles(architecture, size)]
+    valid = ", ".join(map(str, tensor_parallel_sizes(architecture)))
     raise ConfigError(
         f"{stated or f'--tensor-parallel-size {size}'} does not fit {architecture.name} with {', '.join(obstacles)}; "
-        f"sizes that do: {', '.join(valid)}"
+        f"sizes that do: {valid}"
     )
+
+
+def tensor_parallel_sizes(architecture: ArchitectureConfig) -> list[int]:
+    """All numbers of workers that can share the layers of a model, ascending."""
+    return [size for size in range(1, architecture.num_heads + 1) if not _obstacles(architecture, size)]
 
 
 def _obstacles(architecture: ArchitectureConfig, size: int) -> list[str]:

@@ -53,9 +53,10 @@ class _Exit:
 class WorkerPool:
     """`size` workers, by rank. The engine core's thread uses it; `lost` may be set in another one."""
 
-    def __init__(self, size: int, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, size: int, patience_s: float = _PATIENCE_S, *, may_use_gpus: bool = False) -> None:
         """Starts the processes, which import what they need and wait. Main thread only. `patience_s`: how long a start
-        may go on without a sign of any worker before that is logged, and before it is logged again.
+        may go on without a sign of any worker before that is logged, and before it is logged again. `may_use_gpus`:
+        each of them sets up a visible GPU of its own as well, that with its rank.
 
         Raises:
             StartupError: the machine does not let us start so many, or any.
@@ -64,6 +65,7 @@ class WorkerPool:
             raise StartupError("worker processes need Linux; use --distributed-executor-backend uni")
         self.size = size
         self._patience_s = patience_s
+        self._may_use_gpus = may_use_gpus
         self.lost: str | None = None
         """Once set: a worker that was ready has ended, and how. A wake-up of who waits for answers follows."""
         self._has_lost = threading.Event()
@@ -204,6 +206,7 @@ class WorkerPool:
             args=[
                 *("--rank", str(rank), "--size", str(self.size)),
                 *("--plans", *map(str, plans), "--answers", *map(str, answers)),
+                *(("--gpu",) if self._may_use_gpus else ()),
             ],
             pass_fds=(*plans, *answers),
         )

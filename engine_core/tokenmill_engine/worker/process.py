@@ -5,6 +5,7 @@ gone; Ctrl-C and SIGTERM, which may go to all processes of a server at once, are
 """
 
 import argparse
+import contextlib
 import gc
 import importlib
 import logging
@@ -29,6 +30,8 @@ from tokenmill_engine.worker.control import (
     chain_store,
     stage_store,
 )
+from tokenmill_engine.worker.gpu_start import begin_context, import_cuda
+from tokenmill_engine.worker.near_cpus import stay_near_gpu
 from tokenmill_engine.worker.step_loop import StepLoop
 
 logger = logging.getLogger("tokenmill_engine.worker.process")  # the module itself runs as `__main__`
@@ -81,6 +84,7 @@ def main() -> NoReturn:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--plans", type=int, nargs=3, required=True, help="descriptors of the ring to read")
     parser.add_argument("--answers", type=int, nargs=3, required=True, help="descriptors of the ring to write")
+    parser.add_argument("--gpu", action="store_true", help="may compute on the visible GPU with its rank")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     become_child(f"worker {args.rank}", args.parent_pid)
@@ -89,7 +93,11 @@ def main() -> NoReturn:
     plans = RingReader(memory, wake, space, args.rank)
     memory, wake, space = args.answers
     answers = RingWriter(memory, (wake,), space)
-    modules = _import_ahead(args.size)
+    modules = _import_ahead(args.size, args.gpu)
+    cpus: set[int] = set()
+    if args.gpu:
+        begin_context(args.rank)
+        cpus = stay_near_gpu(args.rank)
     try:
         start = channel.receive()
     except ChannelClosedError:
@@ -97,6 +105,8 @@ def main() -> NoReturn:
     name = f"worker {start.engine_rank}.{args.rank}"
     become_child(name, args.parent_pid)
     configure_logging(_log_level(start, args.rank), name)
+    if cpus:
+        logger.info("runs on %d CPUs next to its GPU", len(cpus))
     watch_parent(channel, lambda _message: None, None)
     try:
         process = WorkerProcess(start, args.rank, args.size, modules)
@@ -120,7 +130,7 @@ def main() -> NoReturn:
     exit_at_once(0)
 
 
-def _import_ahead(size: int) -> Future[dict[str, ModuleType]]:
+def _import_ahead(size: int, on_gpu: bool) -> Future[dict[str, ModuleType]]:
     names = _IMPORTED if size == 1 else (*_IMPORTED, _GROUP_MODULE)
     modules: Future[dict[str, Any]] = Future()
 
@@ -129,6 +139,10 @@ def _import_ahead(size: int) -> Future[dict[str, ModuleType]]:
             modules.set_result({name: importlib.import_module(name) for name in names})
         except BaseException as error:
             modules.set_exception(error)
+        if on_gpu:
+            # Who needs it imports it again, and hears what is wrong with it.
+            with contextlib.suppress(Exception):
+                import_cuda()
 
     threading.Thread(target=work, name="import", daemon=True).start()
     return modules

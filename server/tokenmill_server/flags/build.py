@@ -25,7 +25,7 @@ from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
-from tokenmill_server.flags.workers import resolve_workers
+from tokenmill_server.flags.workers import engines_flag, resolve_workers
 
 logger = logging.getLogger(__name__)
 
@@ -140,28 +140,24 @@ def _check_tokenizer(files: ModelFiles) -> None:
 def _check_memory(
     values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, counts: tuple[int, int]
 ) -> None:
-    """Weights alone must fit into this machine once for each of its engine cores, the first of `counts`; what is left
-    for the KV cache is measured after loading, unless its bytes for each worker, the second of them, are given."""
+    """Weights alone must fit: into this machine once for each of its engine cores, the first of `counts`, or into a GPU
+    with as much of them as each worker has, of whom each engine core has the second of `counts`. What is left for the
+    KV cache is measured after loading, unless its bytes for each worker are given."""
     engines, workers = counts
-    size_flag = "data_parallel_size_local" if values.is_given("data_parallel_size_local") else "data_parallel_size"
     if engines == 0:
         return
     weights = files.architecture.num_parameters * _DTYPE_BYTES[dtype]
     if device.kind == "cuda":
-        if engines > device.count:
-            raise StartupError(
-                f"{values.stated(size_flag)} needs {engines} GPUs, {device.count} are visible; "
-                f"use at most --{FLAGS[size_flag].name} {device.count}"
-            )
         room, owner = int(device.total_memory_bytes * values["gpu_memory_utilization"]), "each GPU"
-        needed = weights
+        needed = weights // workers
+        remedy = "a smaller model, or more GPUs for each copy of it (--tensor-parallel-size)"
     else:
         room, owner = device.total_memory_bytes, "this machine"
         needed = engines * (weights + workers * (values["kv_cache_memory_bytes"] or 0))
-    if needed > room:
-        remedy = "a smaller model" if engines == 1 else f"a smaller --{FLAGS[size_flag].name} than {engines}"
+        remedy = "a smaller model" if engines == 1 else f"a smaller --{FLAGS[engines_flag(values)].name} than {engines}"
         if values["kv_cache_memory_bytes"] and engines * weights < room:
             remedy = f"--kv-cache-memory-bytes {(room // engines - weights) // workers // 2}"
+    if needed > room:
         raise StartupError(
             f"weights and KV cache need {needed / _GIB:.1f} GiB, {owner} has {room / _GIB:.1f} GiB to give; "
             f"use {remedy}"

@@ -43,7 +43,7 @@ PARALLEL = (
         integer(1, _MAX_WORKERS),
         1,
         "Worker processes of each engine core that share one copy of the model: each has a part of every layer and of "
-        "the KV cache. On the CPU alone in this version. The model's heads and feed-forward width must divide",
+        "the KV cache, on a GPU of its own. The model's heads and feed-forward width must divide",
         "parallel.tensor_parallel_size",
         metavar="N",
         short=("-tp",),
@@ -54,7 +54,7 @@ PARALLEL = (
         integer(1, _MAX_WORKERS),
         1,
         "Stages of each engine core's model, one after another: each has some of the layers, in --tensor-parallel-size "
-        "worker processes. On the CPU alone in this version",
+        "worker processes",
         "parallel.pipeline_parallel_size",
         metavar="N",
         short=("-pp",),
@@ -74,10 +74,20 @@ PARALLEL = (
         Group.PARALLEL,
         _EXECUTORS,
         None,
-        "Where workers compute: uni (one, in the engine core's process) or mp (processes of their own, on the CPU "
-        "alone in this version). Default: mp with more than one, else uni",
+        "Where workers compute: uni (one, in the engine core's process) or mp (processes of their own). Default: mp "
+        "with more than one, else uni",
         "parallel.executor",
         metavar="uni|mp",
+    ),
+    Flag(
+        "disable-custom-all-reduce",
+        Group.PARALLEL,
+        boolean,
+        False,
+        "GPUs of --tensor-parallel-size add up through NCCL alone; otherwise small sums go through memory that all of "
+        "them map, which is quicker",
+        "parallel.disable_custom_all_reduce",
+        arity=Arity.SWITCH,
     ),
     Flag(
         "data-parallel-size-local",

@@ -60,12 +60,6 @@ _ROWS = [
         "device-ids", "distributed-timeout-seconds", "all2all-backend", "eplb-config", "expert-placement-strategy"
     ),
     *_switches("false", "enable-eplb", "enable-dbo", "numa-bind"),
-    UnsupportedFlag(
-        "disable-custom-all-reduce",
-        frozenset({"false", "true"}),
-        is_switch=True,
-        notice="workers have no all-reduce of their own",
-    ),
     # Model and loading
     _value("quantization", "none", short="-q"),
     _value("runner", "auto", "generate"),

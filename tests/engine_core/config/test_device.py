@@ -13,10 +13,10 @@ from tokenmill_engine.config.device import (
     DeviceInfo,
     available_host_bytes,
     cgroup_available_bytes,
-    count_cores,
     cpu_threads,
     detect_device,
     host_memory_bytes,
+    physical_cores,
     resolve_dtype,
     usable_cpus,
 )
@@ -66,10 +66,10 @@ def test_hyperthreads_of_a_core_count_once(tmp_path: Path) -> None:
         file = tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list"
         file.parent.mkdir(parents=True)
         file.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert count_cores(range(8), tmp_path) == 4
-    assert count_cores({0, 4}, tmp_path) == 1
-    assert count_cores({1, 2, 6}, tmp_path) == 2
-    assert count_cores({1, 20, 21}, tmp_path) == 3
+    assert physical_cores(range(8), tmp_path) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert physical_cores({0, 4}, tmp_path) == [[0, 4]]
+    assert physical_cores({1, 2, 6}, tmp_path) == [[1], [2, 6]]
+    assert physical_cores({1, 20, 21}, tmp_path) == [[1], [20], [21]]
 
 
 V1 = {

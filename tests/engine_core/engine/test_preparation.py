@@ -105,9 +105,10 @@ def test_workers_are_those_that_were_prepared_if_they_are_what_it_takes(
     assert json.loads(done.stdout) == expected
 
 
-@pytest.mark.parametrize(("executor", "serving"), [("uni", 0), ("mp", 1)])
-def test_a_single_worker_waits_until_there_is_no_gpu(machine: dict[str, str], executor: str, serving: int) -> None:
-    """On one it would be this process, which loses no time then."""
-    command = [sys.executable, "-c", WORKERS, executor, "1", "1", "gpu"]
+@pytest.mark.parametrize("size", [1, 2])
+def test_workers_that_may_use_gpus_prepare_them_themselves(machine: dict[str, str], size: int) -> None:
+    """And not this process. What only GPUs need does not matter where they turn out to be on the CPU."""
+    command = [sys.executable, "-c", WORKERS, "mp", str(size), str(size), "gpu"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=machine)
-    assert json.loads(done.stdout.splitlines()[-1]) == [0, serving, serving == 0, 0]
+    assert done.stdout.splitlines().count("Triton is imported") == size
+    assert json.loads(done.stdout.splitlines()[-1]) == [size, size, True, 0]

@@ -77,6 +77,7 @@ CASES = [
     (["-pp", "3"], "parallel.pipeline_parallel_size", 3),
     (["-pp", "2", "--pipeline-parallel-layers", "12,18"], "parallel.pipeline_layers", (12, 18)),
     (["--distributed-executor-backend", "mp"], "parallel.executor", "mp"),
+    (["--disable-custom-all-reduce"], "parallel.disable_custom_all_reduce", True),
     (["-dp", "4", "-dpr", "1", "-dpl", "2"], "engine.data_parallel_first_rank", 1),
     (["-dp", "4", "-dpr", "1", "-dpl", "2"], "data_parallel.size_local", 2),
     (["-dp", "4", "-dpn", "3"], "data_parallel.start_rank", 3),

@@ -86,7 +86,7 @@ def test_mistakes_name_the_fix(arguments: list[str], message: str) -> None:
         ["-pcp", "1"],
         ["--decode_context_parallel_size=1", "--data-parallel-backend", "mp"],
         ["--enable-chunked-prefill", "--no-enable-lora", "--kv-cache-dtype", "auto"],
-        ["--trust-remote-code", "--disable-custom-all-reduce"],
+        ["--trust-remote-code"],
         ["--quantization", "none", "--preemption-mode", "recompute", "--disable-log-requests"],
     ],
 )

@@ -152,17 +152,66 @@ def test_only_workers_of_this_machine_count(many_heads: Path) -> None:
     assert configure(f"{many_heads} -tp 256 -dp 2 -dpl 0").parallel.world_size == 256
 
 
-def test_not_on_a_gpu_yet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(build, "detect_device", lambda requested: TWO_GPUS)
-    with pytest.raises(ConfigError) as raised:
-        configure("-tp 3")
-    assert raised.value.message == (
-        "--tensor-parallel-size 3 is for the CPU alone in this version, and this server would compute on a GPU; use "
-        "--device cpu, or --data-parallel-size for several copies of the model"
-    )
+def on_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo = TWO_GPUS) -> None:
+    monkeypatch.setattr(build, "detect_device", lambda requested: device)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", ParallelConfig()),
+        ("--distributed-executor-backend mp", ParallelConfig(executor="mp")),
+        ("-pp 2", ParallelConfig(1, 2, executor="mp")),
+        ("{wide} -tp 2", ParallelConfig(2, executor="mp")),
+        ("{wide} -tp 2 --disable-custom-all-reduce", ParallelConfig(2, executor="mp", disable_custom_all_reduce=True)),
+    ],
+)
+def test_workers_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, many_heads: Path, arguments: str, expected: ParallelConfig
+) -> None:
+    on_gpus(monkeypatch)
+    assert configure(arguments.format(wide=many_heads)).parallel == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("{wide} -tp 4", "--tensor-parallel-size 4 needs 4 GPUs, 2 are visible; use at most --tensor-parallel-size 2"),
+        ("-tp 3", "--tensor-parallel-size 3 needs 3 GPUs, 2 are visible; use at most --tensor-parallel-size 1"),
+        ("-pp 3", "--pipeline-parallel-size 3 needs 3 GPUs, 2 are visible; use at most --pipeline-parallel-size 2"),
+        ("-dp 3", "--data-parallel-size 3 needs 3 GPUs, 2 are visible; use at most --data-parallel-size 2"),
+        (
+            "-dp 2 -pp 2",
+            "--data-parallel-size 2 and --pipeline-parallel-size 2 need 4 GPUs, 2 are visible; use sizes with a "
+            "product of at most 2",
+        ),
+    ],
+)
+def test_each_worker_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, many_heads: Path, arguments: str, message: str
+) -> None:
+    on_gpus(monkeypatch)
+    with pytest.raises(StartupError) as raised:
+        configure(arguments.format(wide=many_heads))
+    assert raised.value.message == message
+
+
+def test_weights_are_shared_out_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2 in float32 takes 0.5 GiB."""
+    on_gpus(monkeypatch, DeviceInfo("cuda", "GPU", GIB // 3, 2, (9, 0)))
+    assert configure("-pp 2 --dtype float32").parallel.world_size == 2
+    with pytest.raises(StartupError, match=r"or more GPUs for each copy of it \(--tensor-parallel-size\)$"):
+        configure("-dp 2 --dtype float32")
+
+
+def test_workers_on_gpus_compute_with_few_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_gpus(monkeypatch)
+    monkeypatch.setattr(workers, "cpu_threads", lambda: 1)
     with caplog.at_level(logging.WARNING):
-        assert configure("-tp 1 --distributed-executor-backend mp").parallel == ParallelConfig()
-    assert "--distributed-executor-backend mp is for the CPU alone in this version: the worker computes" in caplog.text
+        assert configure("-pp 2").device.num_threads == 1
+    assert caplog.messages == []
 
 
 def test_weights_are_there_once_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
