@@ -1,16 +1,17 @@
 """Lists the variants of kernels that steps launch, as on a GPU, where there is none: nothing is compiled or computed.
 
 A program of its own, since it makes all of torch believe that tensors are on a GPU: `python -m
-tests.support.launched_variants MAX_NUM_SEQS MAX_TOKENS eager|graphs whole|first|last` prints what steps of many kinds
-launch and the rehearsal of the start does not, one variant a line, and at last how many variants the rehearsal
-launches. The last argument says which stage of the model runs them.
+tests.support.launched_variants MAX_NUM_SEQS MAX_TOKENS eager|graphs whole|first|last|shared` prints what steps of many
+kinds launch and the rehearsal of the start does not, one variant a line, and at last how many variants the rehearsal
+launches. The last argument says which stage of the model runs them, or that two workers share all of it.
 """
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from triton.backends.compiler import GPUTarget
 from tests.support.model_loading import CPU, model_config
 from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.stages import share_layers, whole_model
+from tokenmill_engine.distributed.group import ALONE, Group
+from tokenmill_engine.distributed.nccl_group import Collectives, NcclGroup
+from tokenmill_engine.distributed.peer_reduce import PeerReduce
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.models.loader import build_model
 from tokenmill_engine.outputs import StepPlan
@@ -79,12 +83,22 @@ def sample_on_device(steps: CudaSteps) -> None:
     sampler.SamplingBatch.__init__ = with_slots  # type: ignore[method-assign]
 
 
-def make_steps(max_num_seqs: int, max_tokens: int, ladder: Ladder | None, part: str) -> CudaSteps | CudaRelay:
-    config = model_config(cached_tiny_model("llama"), dtype="bfloat16")
+def one_of_two() -> NcclGroup:
+    """A worker that takes itself for the other one too. With few tokens sums go one way through its memory, with more
+    another one, and with many through NCCL."""
+    host = SimpleNamespace(rank=0, size=2)
+    peers = PeerReduce(0, 2, CPU, lambda data: [data, data], max_bytes=64 << 10, one_shot_bytes=16 << 10)
+    return NcclGroup(cast(Group, host), cast(Collectives, None), peers)
+
+
+def make_steps(
+    max_num_seqs: int, max_tokens: int, ladder: Ladder | None, part: str, group: Group
+) -> CudaSteps | CudaRelay:
+    config = model_config(cached_tiny_model("llama", num_attention_heads=4, num_key_value_heads=2), dtype="bfloat16")
     num_layers = config.architecture.num_layers
     stages = share_layers(num_layers, 2)
-    stage = {"whole": whole_model(num_layers), "first": stages[0], "last": stages[1]}[part]
-    model = build_model(config, CPU, stage=stage)
+    stage = {"first": stages[0], "last": stages[1]}.get(part, whole_model(num_layers))
+    model = build_model(config, CPU, group=group, stage=stage)
     shape = SlotShape(max_num_seqs, MAX_LEN, MAX_LEN // BLOCK_SIZE, 1, model.architecture.vocab_size)
     num_rows = Ladder(max_num_seqs, max_tokens).num_rows
     inputs = CudaInputs(SlotTables(shape, CPU, shared=False), BLOCK_SIZE, num_rows, max_tokens)
@@ -111,7 +125,11 @@ def plans(max_num_seqs: int, max_tokens: int) -> Iterator[StepPlan]:
 def main() -> None:
     max_num_seqs, max_tokens = int(sys.argv[1]), int(sys.argv[2])
     ladder = Ladder(max_num_seqs, max_tokens)
-    steps = make_steps(max_num_seqs, max_tokens, None if sys.argv[3] == "eager" else ladder, sys.argv[4])
+    group, silence = ALONE, contextlib.nullcontext()
+    if sys.argv[4] == "shared":
+        group = one_of_two()
+        silence = group.silence()
+    steps = make_steps(max_num_seqs, max_tokens, None if sys.argv[3] == "eager" else ladder, sys.argv[4], group)
     pretend_to_have_a_gpu()
     if isinstance(steps, CudaSteps):
         sample_on_device(steps)
@@ -128,7 +146,7 @@ def main() -> None:
     triton.knobs.runtime.jit_cache_hook = instead_of_compiling
     rehearsal = CudaRehearsal(steps, ladder, RehearsalPlans(max_num_seqs, max_tokens, MAX_LEN, 1, BLOCK_SIZE))
     runner = steps.runner()
-    with torch.inference_mode():
+    with torch.inference_mode(), silence:
         compile_ahead(rehearsal.to_compile(), CPU)
         num_rehearsed = len(found)
         for plan in plans(max_num_seqs, max_tokens):

@@ -66,6 +66,8 @@ def test_rehearsed_requests_keep_to_one_block() -> None:
         (100, 2048, "graphs", "first"),
         (100, 2048, "eager", "first"),
         (100, 2048, "graphs", "last"),
+        (100, 2048, "graphs", "shared"),
+        (100, 2048, "eager", "shared"),
     ],
 )
 def test_no_step_launches_a_kernel_that_was_not_rehearsed(
