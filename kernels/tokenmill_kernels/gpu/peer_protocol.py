@@ -12,8 +12,8 @@ Call number n uses slot n % 3. It also empties the slot of call n - 1, for call 
 - Nobody pushes into a slot that M still reads: whoever is in call n + 3 has ended call n + 2, so M had ended call n.
 Members therefore make the same calls, each with something to push, and those of one member do not overlap. Which slot
 is next stands in device memory, and so does what the last call filled: kernels go on from there, in whichever graphs
-they are. A program waits only for programs that push before they wait, and all programs of a launch find room on the
-device at once, so none of them waits for one that cannot start.
+they are. A program pushes before it waits, and waits only for the programs of its number on the other members. All
+programs of a launch find room on the device at once, so none of them waits for one that cannot start.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
