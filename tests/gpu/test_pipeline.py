@@ -123,9 +123,12 @@ def test_prefixes_are_found_in_every_stage(servers: dict[str, Server], whole: Se
     assert {result["choices"][0]["text"] for result in results} == {expected}
 
 
-def test_each_stage_has_a_gpu_of_its_own(servers: dict[str, Server]) -> None:
+def test_all_workers_are_there_and_said_to_be(servers: dict[str, Server]) -> None:
+    assert {name: len(server.worker_pids()) for name, server in servers.items()} == {
+        **dict.fromkeys(servers, 2),
+        "process": 1,
+    }
     log = servers["graphs"].log
-    assert len(servers["graphs"].worker_pids()) == 2
     assert re.search(r"KV cache: \d+ tokens in \d+ blocks .* per worker", log), log[-2000:]
 
 

@@ -19,7 +19,7 @@ from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.shapes import Ladder, StepShape, exact_shape
-from tokenmill_engine.worker.step_ring import StepTokens
+from tokenmill_engine.worker.step_ring import StepEntry, StepTokens
 from tokenmill_kernels.gpu.stage_clock import StageClock
 
 _GRAIN = 256
@@ -180,8 +180,7 @@ class CudaRelay:
     def execute(self, plan: StepPlan) -> "CudaRelayedStep":
         """Enqueue one step."""
         entry = self.inputs.ring.begin()
-        sampled = self.inputs.tables.sampled_changes(plan) if self._inlet is None else ()
-        self.inputs.stage(plan, entry, sampled)
+        self._stage(plan, entry)
         shape = None if self.ladder is None else self.ladder.padded(plan)
         num_tokens = plan.num_tokens if shape is None else shape.num_tokens
         if self._inlet is not None:
@@ -206,11 +205,20 @@ class CudaRelay:
         batch = self.inputs.expand(shape)
         incoming = None if self._inlet is None else self._inlet.stream(shape.num_tokens, num_sent)
         outgoing = self.model.run_layers(batch, self.kv_caches, incoming)
-        for part, source in zip(self._layout.stream(self._message, num_sent), outgoing, strict=True):
-            part[: shape.num_tokens].copy_(source)
         self.inputs.advance(self._no_tokens)
         self._clock.stop(None if self._inlet is None else self._inlet.slowest)
+        for part, source in zip(self._layout.stream(self._message, num_sent), outgoing, strict=True):
+            part[: shape.num_tokens].copy_(source)
         return self._message[: self._layout.num_bytes(num_sent)]
+
+    def _stage(self, plan: StepPlan, entry: StepEntry) -> None:
+        sampled = self.inputs.tables.sampled_changes(plan) if self._inlet is None else []
+        try:
+            self.inputs.stage(plan, entry, sampled)
+        except Exception:
+            # They belong to requests of other steps, which do not fail.
+            self.inputs.write_apart(sampled)
+            raise
 
     def score_all(self, shape: StepShape) -> torch.Tensor:
         """As steps of `shape` run without a graph; the prompts are scored in the last stage."""

@@ -24,6 +24,7 @@ from tokenmill_engine.models.loader import WeightLoading, build_model
 from tokenmill_engine.outputs import KVCapacity, SampledTokens, StepPlan, StepResult
 from tokenmill_engine.worker.backend import PendingStep, Runner
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_stages import CudaRelay
 from tokenmill_engine.worker.cuda_steps import CudaSteps, steps_of
 from tokenmill_engine.worker.memory import allocate_kv_caches
 from tokenmill_engine.worker.rehearsal import GREEDY as REHEARSED
@@ -66,6 +67,7 @@ class InterpretedStages:
         self.calls = [Calls() for _ in range(num_stages)]
         self._feedback = TokenFeedback()
         self.runners: list[Runner] = []
+        self.steps: list[CudaSteps | CudaRelay] = []
         blocks = config.cache.num_gpu_blocks_override or 0
         for rank, stage in enumerate(share_layers(num_layers, num_stages, config.parallel.pipeline_layers)):
             model = build_model(config.model, CPU, stage=stage)
@@ -84,7 +86,7 @@ class InterpretedStages:
             assert not any(self.queues)
             steps.connect(Pipe(rank, self.queues))
             self.runners.append(runner)
-            self.last = steps
+            self.steps.append(steps)
         self.capacity = KVCapacity(blocks, BLOCK_SIZE, config.model.max_model_len, 0, groups, "interpreted", {})
 
     def submit(self, plan: StepPlan) -> "Submitted":
@@ -191,13 +193,33 @@ def test_a_step_that_fails_behind_the_last_layer_leaves_no_message(monkeypatch: 
     def fail(*_: object) -> None:
         raise ValueError("a fault")
 
-    assert isinstance(stages.last, CudaSteps)
     with monkeypatch.context() as patch:
-        patch.setattr(stages.last, "sample_shape", fail)
+        patch.setattr(stages.steps[-1], "sample_shape", fail)
         with pytest.raises(ValueError, match="a fault"):
             stages.submit(plan)
     assert not any(stages.queues)
     assert stages.submit(plan).result().token_ids.tolist() == expected
+
+
+def test_tokens_that_come_beside_a_step_that_is_refused_are_kept() -> None:
+    """Other requests need them in the next step."""
+    config = config_of((2, 1))
+    stages = InterpretedStages(config, padded=True)
+    prompt = rehearsal_plan(1, 5, 1, BLOCK_SIZE, REHEARSED)
+    one = np.ones(1, np.int32)
+    decode = StepPlan(1, 0 * one, one, 5 * one, np.ones(1, np.bool_), 1)
+    token = stages.submit(prompt).result().token_ids[0]
+    expected = stages.submit(decode).result().token_ids.tolist()
+    assert stages.submit(prompt).result().token_ids[0] == token
+    stages.steps[0].inputs.tables.tokens.token_ids[0, 5] = 0
+    refused = dataclasses.replace(
+        prompt, starts=[], num_scheduled=1000 * one, sampled=SampledTokens(0 * one, 5 * one, token)
+    )
+    for runner in stages.runners:
+        with pytest.raises(ValueError, match="more than the buffers hold"):
+            runner.execute(refused)
+    pending = [runner.execute(decode) for runner in stages.runners]
+    assert pending[-1].wait().token_ids.tolist() == expected
 
 
 def test_tokens_of_requests_that_are_gone_are_dropped() -> None:
