@@ -33,9 +33,11 @@ def test_everything_given(tmp_path: Path) -> None:
         *["--model-1b", "/b", "--rounds", "2", "--time-limit", "60", "--select", "decode", "--select", "512"],
         *["--shrink", "4", "--dtype", "float16", "--max-model-len", "99", "--prompt-format", "text", "--seed", "5"],
         *["--args=--enforce-eager --seed 1", "--client-args=--temperature 1", "--output", "/o", "--peer", "other"],
+        *["--model-70b", "/c", "--memory-bandwidth", "3350"],
         *["--peer-python", "/p/python", "--peer-env-file", str(file), "--peer-env", "B=3", "C=", "--peer-env", "D=4"],
         *["--peer-args=--x 'a b'", "--peer-command", "{python} {port}", "--peer-driver", "{driver} {model}"],
     )
+    assert (compare.models, compare.bandwidth_gb_s) == ({"1b": Path("/b"), "70b": Path("/c")}, 3350.0)
     assert compare.flags == ("--enforce-eager", "--seed", "1")
     assert compare.load_options == ("--temperature", "1")
     assert (compare.selected, compare.divisor, compare.seed) == (("decode", "512"), 4, 5)
