@@ -2,16 +2,19 @@
 with exact sizes and with padded ones, as graphs have them."""
 
 from collections.abc import Callable, Hashable
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine_core.worker.conftest import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS
 from tests.support.generations import SAMPLED, prompts
-from tests.support.model_loading import CPU, load_op_by_op
+from tests.support.model_loading import CPU, model_config
 from tests.support.step_driver import GREEDY, Generation, StepDriver
 from tests.support.tiny_models import cached_tiny_model
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.models.loader import build_model, load_weights
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.worker.cuda_graphs import Call
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
@@ -41,8 +44,11 @@ class Calls:
         return self.calls[key]()
 
 
-def make_runner(calls: Calls, *, padded: bool) -> ModelRunner:
-    model = load_op_by_op(cached_tiny_model("llama"))
+def make_runner(calls: Calls, *, padded: bool, folder: Path | None = None, group: Group = ALONE) -> ModelRunner:
+    config = model_config(folder or cached_tiny_model("llama"))
+    model = build_model(config, CPU, group=group)
+    load_weights(model, config)
+    model.finalize(allow_fused=False)
     shape = SlotShape(NUM_SLOTS, MAX_LEN, MAX_LEN // BLOCK_SIZE, 1, model.architecture.vocab_size)
     tables = SlotTables(shape, CPU, shared=False)
     ladder = Ladder(NUM_SLOTS, BUDGET)
