@@ -2,107 +2,32 @@
 other streams through memory: the answers of one worker that has the whole model, with exact sizes and padded ones."""
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from tests.engine_core.worker.conftest import BLOCK_SIZE, NUM_SLOTS
-from tests.engine_core.worker.test_cuda_steps import Calls
+from tests.engine_core.worker.conftest import BLOCK_SIZE
 from tests.engine_core.worker.test_stages import GREEDY, config_of, prompts, replace_tokens
 from tests.support.core_requests import CoreRequests, Told
+from tests.support.local_stages import LocalStages
 from tests.support.model_loading import CPU
-from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.config.stages import share_layers
-from tokenmill_engine.executor.feedback import TokenFeedback
 from tokenmill_engine.executor.uniproc import UniprocExecutor
-from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.messages import AbortRequests, SamplingParams
-from tokenmill_engine.models.loader import WeightLoading, build_model
-from tokenmill_engine.outputs import KVCapacity, SampledTokens, StepPlan, StepResult
-from tokenmill_engine.worker.backend import PendingStep, Runner
-from tokenmill_engine.worker.cuda_inputs import CudaInputs
-from tokenmill_engine.worker.cuda_stages import CudaRelay
-from tokenmill_engine.worker.cuda_steps import CudaSteps, steps_of
-from tokenmill_engine.worker.memory import allocate_kv_caches
+from tokenmill_engine.outputs import SampledTokens, StepPlan
 from tokenmill_engine.worker.rehearsal import GREEDY as REHEARSED
 from tokenmill_engine.worker.rehearsal import rehearsal_plan
-from tokenmill_engine.worker.shapes import Ladder
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 
 pytestmark = pytest.mark.slow
 
-BUDGET, MAX_LEN = 48, 528
-SHORT = replace_tokens(GREEDY, 7)
-
-
-class Pipe:
-    """One stage's view of a chain; messages lie in `queues`, one before each stage, until they are fetched."""
-
-    def __init__(self, rank: int, queues: Sequence[deque[tuple[int, torch.Tensor]]]) -> None:
-        self.rank, self.size, self._queues = rank, len(queues), queues
-        self.received_tag: int | None = None
-
-    def send(self, x: torch.Tensor, tag: int) -> None:
-        self._queues[self.rank + 1].append((tag, x.clone()))
-
-    def receive(self, out: torch.Tensor, tag: int) -> torch.Tensor:
-        self.received_tag, message = self._queues[self.rank].popleft()
-        assert self.received_tag == tag
-        return out.copy_(message)
-
-    def agree_min(self, value: int) -> int:
-        return value
-
-
-class InterpretedStages:
-    """An executor whose stages run one after the other. Each step is carried out when it comes, as on devices that are
-    busy with it, and told when it is asked for."""
-
-    def __init__(self, config: EngineConfig, *, padded: bool) -> None:
-        num_layers, num_stages = config.model.architecture.num_layers, config.parallel.pipeline_parallel_size
-        self.queues: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in range(num_stages)]
-        self.calls = [Calls() for _ in range(num_stages)]
-        self._feedback = TokenFeedback()
-        self.runners: list[Runner] = []
-        self.steps: list[CudaSteps | CudaRelay] = []
-        blocks = config.cache.num_gpu_blocks_override or 0
-        for rank, stage in enumerate(share_layers(num_layers, num_stages, config.parallel.pipeline_layers)):
-            model = build_model(config.model, CPU, stage=stage)
-            with WeightLoading(model, config.model) as loading:
-                loading.finish(allow_fused=False)
-            groups = group_layers(model.kv_specs)
-            shape = SlotShape(NUM_SLOTS, MAX_LEN, MAX_LEN // BLOCK_SIZE, len(groups), model.architecture.vocab_size)
-            ladder = Ladder(NUM_SLOTS, BUDGET)
-            inputs = CudaInputs(SlotTables(shape, CPU, shared=False), BLOCK_SIZE, ladder.num_rows, BUDGET)
-            steps = steps_of(model, inputs, self.calls[rank], ladder if padded else None, num_stages)
-            steps.kv_caches = allocate_kv_caches(groups, blocks, BLOCK_SIZE, model.dtype, CPU)
-            self.calls[rank].calls = dict(steps.graph_calls())
-            # As before the first request: nobody is there to exchange anything with.
-            runner = steps.runner()
-            runner.execute(rehearsal_plan(2, 5, len(groups), BLOCK_SIZE, REHEARSED)).wait()
-            assert not any(self.queues)
-            steps.connect(Pipe(rank, self.queues))
-            self.runners.append(runner)
-            self.steps.append(steps)
-        self.capacity = KVCapacity(blocks, BLOCK_SIZE, config.model.max_model_len, 0, groups, "interpreted", {})
-
-    def submit(self, plan: StepPlan) -> "Submitted":
-        sent = dataclasses.replace(plan, sampled=self._feedback.sent(plan))
-        return Submitted(plan, [runner.execute(sent) for runner in self.runners], self._feedback)
-
-
-class Submitted:
-    def __init__(self, plan: StepPlan, pending: list[PendingStep], feedback: TokenFeedback) -> None:
-        self._plan, self._pending, self._feedback = plan, pending, feedback
-
-    def result(self) -> StepResult:
-        *earlier, result = [pending.wait() for pending in self._pending]
-        assert not any(other.num_new.any() for other in earlier)
-        self._feedback.received(self._plan, result)
-        return result
+SAMPLINGS = [
+    replace_tokens(GREEDY, 7),
+    SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, repetition_penalty=1.3),
+]
 
 
 def whole(drive: Callable[[CoreRequests], None], **changes: int) -> list[Told]:
@@ -123,35 +48,29 @@ def check_same(found: list[Told], expected: list[Told]) -> None:
         np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=1e-4)
 
 
+def add_all(requests: CoreRequests) -> None:
+    """Chunks of prompts and streams that take turns, random and scored ones too."""
+    for number, prompt in enumerate(prompts(7, longest=70)):
+        requests.add(number, prompt, SAMPLINGS[number % len(SAMPLINGS)])
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("split", [(1, 2), (1, 1, 1)])
 def test_answers_are_those_of_one_worker(split: tuple[int, ...], padded: bool) -> None:
-    """Chunks of prompts and streams that take turns, random and scored ones too."""
-    samplings = [
-        SHORT,
-        SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, repetition_penalty=1.3),
-    ]
-
-    def drive(requests: CoreRequests) -> None:
-        for number, prompt in enumerate(prompts(7, longest=70)):
-            requests.add(number, prompt, samplings[number % len(samplings)])
-
     config = config_of(split)
-    stages = InterpretedStages(config, padded=padded)
+    stages = LocalStages(config, CPU, with_graphs=padded)
     found = CoreRequests(config, stages, stages.capacity)
-    drive(found)
-    check_same(found.run(), whole(drive))
+    add_all(found)
+    check_same(found.run(), whole(add_all))
     assert not any(stages.queues)
     # Steps that score prompts have no graph in the last stage, and the others send it as much as if they had.
-    assert all(bool(calls.used) == padded for calls in stages.calls)
+    assert all(bool(graphs.used) == padded for graphs in stages.graphs)
 
 
 def test_requests_that_are_preempted_and_slots_that_are_taken_over() -> None:
     texts = prompts(8, longest=30)
     config = config_of((2, 1), num_blocks=14)
-    stages = InterpretedStages(config, padded=True)
+    stages = LocalStages(config, CPU, with_graphs=True)
     requests = CoreRequests(config, stages, stages.capacity)
     ids = [requests.add(number, text, replace_tokens(GREEDY, 24)) for number, text in enumerate(texts)]
     for number in (0, 3):
@@ -172,12 +91,12 @@ def test_requests_that_are_preempted_and_slots_that_are_taken_over() -> None:
 
 @pytest.mark.parametrize("slowest_s", [0.0, 1000.0])
 def test_a_step_takes_as_long_as_in_the_slowest_stage(slowest_s: float) -> None:
-    stages = InterpretedStages(config_of((1, 1, 1)), padded=True)
+    stages = LocalStages(config_of((1, 1, 1)), CPU, with_graphs=True)
     plan = rehearsal_plan(2, 5, 1, BLOCK_SIZE, REHEARSED)
     pending = [stages.runners[0].execute(plan)]
-    tag, message = stages.queues[1].popleft()
+    message = stages.queues[1][0]
     time = torch.tensor([int(slowest_s * 1e9)]).view(torch.uint8)
-    stages.queues[1].append((tag, torch.cat([time, message[8:]])))
+    message.content = torch.cat([time, message.content[8:]])
     pending += [runner.execute(plan) for runner in stages.runners[1:]]
     first, second, last = [each.wait() for each in pending]
     assert first.num_new.tolist() == second.num_new.tolist() == [0, 0]
@@ -186,7 +105,7 @@ def test_a_step_takes_as_long_as_in_the_slowest_stage(slowest_s: float) -> None:
 
 
 def test_a_step_that_fails_behind_the_last_layer_leaves_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = InterpretedStages(config_of((2, 1)), padded=True)
+    stages = LocalStages(config_of((2, 1)), CPU, with_graphs=True)
     plan = rehearsal_plan(2, 5, 1, BLOCK_SIZE, REHEARSED)
     expected = stages.submit(plan).result().token_ids.tolist()
 
@@ -204,7 +123,7 @@ def test_a_step_that_fails_behind_the_last_layer_leaves_no_message(monkeypatch: 
 def test_tokens_that_come_beside_a_step_that_is_refused_are_kept() -> None:
     """Other requests need them in the next step."""
     config = config_of((2, 1))
-    stages = InterpretedStages(config, padded=True)
+    stages = LocalStages(config, CPU, with_graphs=True)
     prompt = rehearsal_plan(1, 5, 1, BLOCK_SIZE, REHEARSED)
     one = np.ones(1, np.int32)
     decode = StepPlan(1, 0 * one, one, 5 * one, np.ones(1, np.bool_), 1)
