@@ -26,7 +26,7 @@ from tokenmill_server.llm_outputs import RequestOutput
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(150),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

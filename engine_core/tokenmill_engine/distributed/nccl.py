@@ -31,6 +31,8 @@ _DTYPES = {
 _SETTINGS = {
     # Members of one host meet at an address that no other machine reaches.
     "NCCL_SOCKET_IFNAME": "=lo",
+    # Its monitor, which anybody on this machine can ask, is of no use to us.
+    "NCCL_RAS_ENABLE": "0",
     # Graphs share their memory and are captured anew: NCCL need not tell its peers of each buffer.
     "NCCL_GRAPH_REGISTER": "0",
     # A stage's message may wait for the next stage: it must not hold many multiprocessors meanwhile.
