@@ -46,7 +46,7 @@ def test_a_cache_that_is_too_small_costs_preemptions_and_work(as_it_is: Outcome)
 def test_each_remedy_lowers_the_counter(model: Model, as_it_is: Outcome, name: str) -> None:
     with_remedy = run(model, VARIANTS[name])
     assert with_remedy.figures["completed"] == SMALL.num_prompts
-    assert with_remedy.preemptions < as_it_is.preemptions / 2
+    assert with_remedy.preemptions < as_it_is.preemptions
     assert with_remedy.recomputed_tokens < as_it_is.recomputed_tokens
     more_cache = "fewer" not in name
     assert (with_remedy.cache_tokens > 1.9 * as_it_is.cache_tokens) is more_cache
