@@ -9,7 +9,7 @@ import torch
 
 from tokenmill_engine.distributed.peer_memory import Exchange, share_memory
 from tokenmill_kernels.gpu import peer_reduce as kernels
-from tokenmill_kernels.gpu.peer_protocol import FILL, NUM_SLOTS, NUM_STATE_WORDS, Peers
+from tokenmill_kernels.gpu.peer_protocol import FILL, NUM_SLOTS, NUM_STATE_WORDS, UNIT_BYTES, Peers
 
 MAX_BYTES = 4 << 20
 """Largest tensor that is summed this way."""
@@ -44,7 +44,7 @@ class PeerReduce:
         limit = _ONE_SHOT_BYTES.get(size, _MANY_ONE_SHOT_BYTES) if one_shot_bytes is None else one_shot_bytes
         self._max_bytes, self._one_shot_bytes = max_bytes, min(limit, max_bytes)
         self._overlap = overlap
-        slot_bytes = max(size * self._one_shot_bytes, 2 * max_bytes) + _SPARE_BYTES
+        slot_bytes = max(size * self._one_shot_bytes, 2 * max_bytes) // UNIT_BYTES * UNIT_BYTES + _SPARE_BYTES
         self._memory = share_memory(NUM_SLOTS * slot_bytes, FILL, rank, size, device, exchange)
         state = torch.zeros(NUM_STATE_WORDS, dtype=torch.int32, device=device)
         self._peers = Peers(rank, size, self._memory.addresses, state, slot_bytes)
