@@ -23,6 +23,7 @@ from tokenmill_engine.worker.cuda_graphs import GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
 from tokenmill_engine.worker.cuda_steps import steps_of
+from tokenmill_engine.worker.cuda_together import RunnerTogether
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
 from tokenmill_engine.worker.rehearsal import RehearsalPlans
 from tokenmill_engine.worker.shapes import Ladder
@@ -107,7 +108,7 @@ class CudaBackend:
             logger.info("captured %d CUDA graphs: %.2f s", len(calls), time.monotonic() - started)
         # What was rehearsed until now is each stage's own affair.
         self._steps.connect(self.chain)
-        return self._runner
+        return self._runner if self.group.size == 1 else RunnerTogether(self._runner, self._inputs.ring)
 
     def _connect(self, group: Group) -> Group:
         """The same workers, on their GPUs."""

@@ -190,6 +190,11 @@ class StepRing:
             for buffers in zip(self.sent.numpy(), self.received.numpy(), slowest, strict=True)
         ]
 
+    @property
+    def num_counted(self) -> int:
+        """Steps that the device was told of since `clear`."""
+        return self._turn
+
     def begin(self) -> StepEntry:
         """The entry that the device receives next."""
         entry = self._entries[self._turn % NUM_ENTRIES]
