@@ -209,7 +209,8 @@ class _Turns:
         log = Log(self.compare.output / f"{session.side}-{session.model}.log")
         began_s = time.monotonic()
         try:
-            with self._started(session, command, port, log) as running:
+            deadline = self.result.deadline if following else self.result.deadline.of_last()
+            with self._started(session, command, port, log, deadline) as running:
                 self.result.start_times_s[session.side, session.model] = time.monotonic() - began_s
                 record |= {"version": running.version, "start_s": running.start_s}
                 _say(f"{label}: {running.version}, first answer after {running.start_s:.1f} s")
@@ -257,8 +258,10 @@ class _Turns:
         return {"bandwidth_share": read.bandwidth_share(num_tokens, step_s, session.num_devices, bandwidth_gb_s)}
 
     @contextlib.contextmanager
-    def _started(self, session: Session, command: list[str], port: int, log: Log) -> Iterator[Running]:
-        compare, model, deadline = self.compare, self.models[session.model], self.result.deadline
+    def _started(
+        self, session: Session, command: list[str], port: int, log: Log, deadline: Deadline
+    ) -> Iterator[Running]:
+        compare, model = self.compare, self.models[session.model]
         environment = _environment(compare, session, self.caches)
         if not session.is_server:
             with started_driver(command, environment, log, model, deadline) as driver:

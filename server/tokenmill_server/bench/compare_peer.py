@@ -141,7 +141,10 @@ class _Vllm:
         parser.add_argument("--max-model-len", type=int, required=True)
         parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON: more arguments of LLM")
         options, flags = parser.parse_known_args(arguments)
-        engine_args = options.engine_args | llm_arguments(flags)
+        try:
+            engine_args = options.engine_args | llm_arguments(flags)
+        except ValueError:
+            parser.error(f"{' '.join(flags)}: not a flag with a number; --engine-args takes any argument of LLM")
         vllm = importlib.import_module("vllm")
         self.name = f"vLLM {importlib.metadata.version('vllm')}"
         self._sampling: Any = vllm.SamplingParams

@@ -41,8 +41,9 @@ _STEP_TIMES = re.compile(r"^tokenmill:step_time_seconds_sum\{.*\} (\S+)$", re.MU
 class Deadline:
     """How much time is left."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, step_share: float = _STEP_SHARE) -> None:
         self._limit_s = limit_s
+        self._step_share = step_share
         self._end_s = time.monotonic() + limit_s
 
     def left_s(self) -> float:
@@ -51,7 +52,11 @@ class Deadline:
     def step(self) -> "Deadline":
         """That of one start or load. A side that hangs must leave time for the other, so it is at most 0.4 of the
         whole."""
-        return Deadline(min(self.left_s(), _STEP_SHARE * self._limit_s))
+        return Deadline(min(self.left_s(), self._step_share * self._limit_s))
+
+    def of_last(self) -> "Deadline":
+        """For who comes last: one step may take all that is left."""
+        return Deadline(self.left_s(), step_share=1.0)
 
     def check(self, what: str) -> None:
         """Raises SideError once the time is over."""

@@ -120,6 +120,13 @@ def test_flags_of_servers_are_arguments_of_the_peer(tmp_path: Path) -> None:
     assert "'more': 1, 'tensor_parallel_size': 2, 'seats': 3}" in log
 
 
+def test_another_flag_is_refused(tmp_path: Path) -> None:
+    for flags in (["--enforce-eager"], ["--dtype-of-cache", "fp8"]):
+        answers, log, status = drive(tmp_path / flags[0], [], *flags)
+        assert (status, answers) == (2, [])
+        assert f"{' '.join(flags)}: not a flag with a number" in log
+
+
 def test_a_peer_that_answers_too_little_is_no_measurement(tmp_path: Path) -> None:
     tasks = [{"kind": "throughput", **TASK}, {"kind": "decode", **TASK}]
     answers, _, status = drive(tmp_path, tasks, "--engine-args", '{"lost_tokens": 2}')
