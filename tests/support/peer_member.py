@@ -108,7 +108,8 @@ def scenario(name: str, size: int) -> Iterator[Call]:
         case "wide":
             for num_rows in (1, 7, 32, 133, 256, 300):
                 for width, dtype in ((4096, "bfloat16"), (5120, "float16"), (2048, "float32"), (1000, "bfloat16")):
-                    yield from (Call(kind, num_rows, width, dtype) for kind in KINDS)
+                    kinds = KINDS if num_rows < 100 else KINDS[:-1]
+                    yield from (Call(kind, num_rows, width, dtype) for kind in kinds)
         case "on GPUs":
             for part in ("late", "special", "wide"):
                 yield from scenario(part, size)
@@ -119,6 +120,7 @@ def scenario(name: str, size: int) -> Iterator[Call]:
 def run(call: Call, inputs: Inputs, rank: int, peers: PeerReduce) -> list[torch.Tensor]:
     """Results of one member. What must not change is checked."""
     own = inputs.parts[rank]
+    assert peers.takes(own), "too large"
     if call.kind == "gather":
         return [peers.all_gather(own)]
     if call.kind == "sum":
