@@ -8,28 +8,20 @@ import torch
 
 from tests.support.peer_processes import PeerProcesses, run_scenario
 
+SIZE = max((size for size in (2, 4, 8) if size <= torch.cuda.device_count()), default=0)
+"""Members: all GPUs there are, or nearly."""
 
-def _sizes() -> list[object]:
-    num_gpus = torch.cuda.device_count()
-    return [
-        pytest.param(size, marks=pytest.mark.skipif(num_gpus < size, reason=f"needs {size} GPUs")) for size in (2, 4)
-    ]
-
-
-pytestmark = pytest.mark.gpu
-sizes = pytest.mark.parametrize("size", _sizes())
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(SIZE == 0, reason="needs 2 GPUs")]
 options = pytest.mark.parametrize("option", ["plain", "two-shot", "overlap"])
 
 
-@sizes
 @options
-def test_members_get_the_sum_with_the_same_bits(tmp_path: Path, size: int, option: str) -> None:
-    run_scenario(size, tmp_path, "cuda", "on GPUs", option)
+def test_members_get_the_sum_with_the_same_bits(tmp_path: Path, option: str) -> None:
+    run_scenario(SIZE, tmp_path, "cuda", "on GPUs", option)
 
 
-@sizes
 @options
-def test_graphs_in_any_order(tmp_path: Path, size: int, option: str) -> None:
+def test_graphs_in_any_order(tmp_path: Path, option: str) -> None:
     """Nothing is wrong in any of more than a thousand replays; if something is, it is said from when on."""
     wrong: list[tuple[int, dict[str, list[list[int]]]]] = []
 
@@ -37,6 +29,6 @@ def test_graphs_in_any_order(tmp_path: Path, size: int, option: str) -> None:
         if any(map(any, said.get("wrong", []))):
             wrong.append((rank, said))
 
-    with closing(PeerProcesses("tests.support.peer_graphs", size, tmp_path, "cuda", "graphs", option)) as processes:
+    with closing(PeerProcesses("tests.support.peer_graphs", SIZE, tmp_path, "cuda", "graphs", option)) as processes:
         processes.run(on_line)
     assert not wrong, f"first: {wrong[0]}"
