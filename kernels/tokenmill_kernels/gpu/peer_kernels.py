@@ -111,6 +111,27 @@ def one_shot_kernel(
                 _write(out_ptr, sum_ptr, x, squares, weight, rows, columns, inside, out_stride, sum_stride, eps, width)
 
 
+@triton.jit
+def _share_sum(
+    peers_ptr, area_ptr, slot, slot_bytes, own, places, sum_places, source_size, inside, rank, size: tl.constexpr,
+    dtype: tl.constexpr, bits: tl.constexpr,
+):  # fmt: skip
+    """Waits for what is in `places` of all members' parts, and sends the sum to `sum_places` of all members."""
+    waits, polls = True, 0
+    while waits:
+        total, missing = received_sum(area_ptr, places, source_size, own, inside, rank, size, dtype)
+        waits = has_nan(total * total) & (polls != _COMPLETE)
+        if waits:
+            polls += 1
+            if polls == _PATIENCE:
+                total, missing = received_sum(area_ptr, places, source_size, own, inside, rank, size, dtype)
+                polls = tl.where(is_any(missing), 0, _COMPLETE)
+        else:
+            pattern = as_bits(total.to(dtype), bits)
+            push_to_others(peers_ptr, slot, slot_bytes, sum_places, pattern, inside, rank, size, bits)
+            tl.store(area_ptr + sum_places, pattern, mask=inside)
+
+
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def two_shot_kernel(
     out_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr, peers_ptr, state_ptr, num_rows, num_units, filled, rank,
@@ -144,19 +165,9 @@ def two_shot_kernel(
         inside = _inside(rows, columns, num_rows, num_units, width, unit)
         own = as_bits(_read(x_ptr, rows, columns, x_stride, inside), bits)
         places, sum_places = group * row_size + columns, sums_start + rows * row_size + columns
-        waits, polls = True, 0
-        while waits:
-            total, missing = received_sum(area_ptr, places, source_size, own, inside, rank, size, dtype)
-            waits = has_nan(total * total) & (polls != _COMPLETE)
-            if waits:
-                polls += 1
-                if polls == _PATIENCE:
-                    total, missing = received_sum(area_ptr, places, source_size, own, inside, rank, size, dtype)
-                    polls = tl.where(is_any(missing), 0, _COMPLETE)
-            else:
-                pattern = as_bits(total.to(dtype), bits)
-                push_to_others(peers_ptr, slot, slot_bytes, sum_places, pattern, inside, rank, size, bits)
-                tl.store(area_ptr + sum_places, pattern, mask=inside)
+        _share_sum(
+            peers_ptr, area_ptr, slot, slot_bytes, own, places, sum_places, source_size, inside, rank, size, dtype, bits
+        )
     for group in range(tl.program_id(0), num_groups, tl.num_programs(0)):
         for first in tl.static_range(0, size, tile):
             members = first + tl.arange(0, tile)[:, None]
