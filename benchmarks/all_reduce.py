@@ -79,7 +79,7 @@ class Member:
         ops.add_rms_norm(x, residual, weight, EPS)
 
     def _check(self, num_rows: int) -> None:
-        """Every way gives what NCCL does, within the rounding of single numbers."""
+        """Every way gives what NCCL does, but for rounding: that may round after every member."""
         torch.manual_seed(self.host.rank)
         x = torch.randn(num_rows, WIDTH, device=self.device).to(DTYPE)
         expected = x.clone()
@@ -91,7 +91,7 @@ class Member:
                 (way.all_reduce(x.clone()), expected),
                 (way.add_rms_norm(x, residual.clone(), weight, EPS)[0], normed),
             ):
-                far = float((actual.float() - wanted.float()).abs().max())
+                far = float(((actual.float() - wanted.float()).abs() / (1 + wanted.float().abs())).max())
                 if not far < 0.1:
                     raise SystemExit(f"{name} is wrong by {far} for {num_rows} rows")
 
