@@ -155,11 +155,13 @@ def cgroup_available_bytes(root: Path) -> int | None:
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
-        limit = read_line(root / limit_file)
+        limit = read_system_file(root / limit_file)
         if limit is None or not limit.isdigit():
             continue
-        usage = read_line(root / usage_file) or "0"
-        stat = dict(line.split(" ", 1) for line in (read_line(root / stat_file) or "").splitlines() if " " in line)
+        usage = read_system_file(root / usage_file) or "0"
+        stat = dict(
+            line.split(" ", 1) for line in (read_system_file(root / stat_file) or "").splitlines() if " " in line
+        )
         return max(0, int(limit) - max(0, int(usage) - int(stat.get(inactive, 0))))
     return None
 
@@ -176,7 +178,7 @@ def physical_cores(cpus: Iterable[int], root: Path) -> list[list[int]]:
     core."""
     cores: dict[str, list[int]] = {}
     for cpu in sorted(cpus):
-        siblings = read_line(root / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu)
+        siblings = read_system_file(root / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu)
         cores.setdefault(siblings, []).append(cpu)
     return list(cores.values())
 
@@ -210,10 +212,10 @@ def _within_quota(count: int) -> int:
 
 def _cgroup_value(file: str) -> str | None:
     """Content of a control file as a container sees it (version 2 names, or a version 1 controller's folder)."""
-    return read_line(_CGROUP / file)
+    return read_system_file(_CGROUP / file)
 
 
-def read_line(path: Path) -> str | None:
+def read_system_file(path: Path) -> str | None:
     """Content of a file of the kernel's, or None if there is no such file."""
     try:
         return path.read_text(encoding="ascii").strip()

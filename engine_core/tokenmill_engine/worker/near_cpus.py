@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenmill_engine.config.device import pci_address, physical_cores, read_line
+from tokenmill_engine.config.device import pci_address, physical_cores, read_system_file
 
 _SYSTEM = Path("/sys")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
@@ -40,16 +40,16 @@ def near_cpus(address: str, usable: Iterable[int], system: Path = _SYSTEM) -> se
     there as well and all of them get enough. Empty if the machine does not say which are near, or none of them is
     usable. `system` is where the kernel describes the machine."""
     pci = system / "bus" / "pci" / "devices"
-    node = read_line(pci / address / "numa_node")
-    near = _parsed(read_line(pci / address / "local_cpulist")) & set(usable)
+    node = read_system_file(pci / address / "numa_node")
+    near = _parsed(read_system_file(pci / address / "local_cpulist")) & set(usable)
     if node is None or int(node) < 0 or not near:
         return set()
     gpus = sorted(
         device.name
         for device in pci.iterdir()
-        if read_line(device / "vendor") == _NVIDIA
-        and (read_line(device / "class") or "").startswith(_DISPLAY)
-        and read_line(device / "numa_node") == node
+        if read_system_file(device / "vendor") == _NVIDIA
+        and (read_system_file(device / "class") or "").startswith(_DISPLAY)
+        and read_system_file(device / "numa_node") == node
     )
     cores = physical_cores(near, system / "devices" / "system" / "cpu")
     if address not in gpus or len(cores) < _FEWEST_CORES * len(gpus):
