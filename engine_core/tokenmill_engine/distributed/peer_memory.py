@@ -60,8 +60,7 @@ def share_memory(
         mapper = kind(device)
         own, offer = mapper.take(-(-num_bytes // _GRANULE) * _GRANULE)
         own.fill_(fill)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _settle(device)
     except _REASONS as error:
         problem = _one_line(error)
     try:
@@ -81,7 +80,14 @@ def share_memory(
         if mapper is not None:
             mapper.withdraw()
     addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
+    _settle(device)
     return PeerMemory(own[:num_bytes], addresses, mapper)
+
+
+def _settle(device: torch.device) -> None:
+    """What was enqueued is done, for other streams and other members."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _agree(problem: str, exchange: Exchange) -> None:

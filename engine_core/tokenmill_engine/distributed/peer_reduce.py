@@ -45,8 +45,8 @@ class PeerReduce:
         self._max_bytes, self._one_shot_bytes = max_bytes, min(limit, max_bytes)
         self._overlap = overlap
         slot_bytes = max(size * self._one_shot_bytes, 2 * max_bytes) // UNIT_BYTES * UNIT_BYTES + _SPARE_BYTES
-        self._memory = share_memory(NUM_SLOTS * slot_bytes, FILL, rank, size, device, exchange)
         state = torch.zeros(NUM_STATE_WORDS, dtype=torch.int32, device=device)
+        self._memory = share_memory(NUM_SLOTS * slot_bytes, FILL, rank, size, device, exchange)
         self._peers = Peers(rank, size, self._memory.addresses, state, slot_bytes)
 
     def takes(self, x: torch.Tensor) -> bool:
