@@ -83,7 +83,7 @@ class MultiprocExecutor:
         self._pool.watch(lambda message: self._on_lost(EngineDeadError(message)))
         waiting_s = time.monotonic() - began - sum(first.phases.values())
         phases = {"import": max(0.0, waiting_s), **first.phases}
-        return dataclasses.replace(first, phases=phases, prefill_costs=_slowest(capacities))
+        return dataclasses.replace(first, phases=phases, prefill_costs=slowest_costs(capacities))
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Hand a step to the workers, behind those submitted before. Never raises for what goes wrong with it."""
@@ -242,7 +242,7 @@ def _shape(capacity: KVCapacity) -> tuple[int, int, int]:
     return capacity.num_blocks, capacity.block_size, capacity.max_model_len
 
 
-def _slowest(capacities: Sequence[KVCapacity]) -> tuple[tuple[int, float], ...]:
+def slowest_costs(capacities: Sequence[KVCapacity]) -> tuple[tuple[int, float], ...]:
     """`prefill_costs` of the workers together: of each size, of the one that took longest. Stages work at once, on
     different steps, and members of a stage wait for each other."""
     columns = zip(*(capacity.prefill_costs for capacity in capacities), strict=True)

@@ -133,21 +133,15 @@ class CudaRelay:
     runs the layers and counts the tokens as computed; before it a message comes in, and after it one goes out."""
 
     def __init__(
-        self,
-        model: DenseDecoder,
-        inputs: CudaInputs,
-        graphs: Replay,
-        ladder: Ladder | None,
-        inlet: CudaInlet | None,
-        num_stages: int,
+        self, model: DenseDecoder, inputs: CudaInputs, graphs: Replay, ladder: Ladder | None, num_stages: int
     ) -> None:
-        """Without a `ladder` there are no graphs; the first stage has no `inlet`."""
+        """Without a `ladder` there are no graphs."""
         self.model = model
         self.kv_caches: KVCaches = []
         """As in `CudaSteps`."""
         self.inputs, self.graphs, self.ladder = inputs, graphs, ladder
         device = inputs.tables.device
-        self._inlet = inlet
+        self._inlet = None if model.stage.is_first else CudaInlet(model, inputs)
         self._layout = MessageLayout(model)
         max_bytes = self._layout.num_bytes(inputs.max_tokens)
         self._message = torch.zeros(max_bytes, dtype=torch.uint8, device=device)

@@ -184,7 +184,6 @@ def steps_of(
     model: DenseDecoder, inputs: CudaInputs, graphs: Replay, ladder: Ladder | None, num_stages: int = 1
 ) -> CudaSteps | CudaRelay:
     """The steps of the stage that `model` is, of so many."""
-    inlet = None if model.stage.is_first else CudaInlet(model, inputs)
-    if model.stage.is_last:
-        return CudaSteps(model, inputs, graphs, ladder, inlet)
-    return CudaRelay(model, inputs, graphs, ladder, inlet, num_stages)
+    if not model.stage.is_last:
+        return CudaRelay(model, inputs, graphs, ladder, num_stages)
+    return CudaSteps(model, inputs, graphs, ladder, None if model.stage.is_first else CudaInlet(model, inputs))

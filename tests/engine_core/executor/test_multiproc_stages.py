@@ -17,7 +17,7 @@ from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError
-from tokenmill_engine.executor.multiproc import MultiprocExecutor
+from tokenmill_engine.executor.multiproc import MultiprocExecutor, slowest_costs
 from tokenmill_engine.executor.uniproc import UniprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
 from tokenmill_engine.messages import AbortRequests, SamplingParams
@@ -129,6 +129,15 @@ def test_a_step_that_fails_behind_the_last_layer_harms_no_other(num_members: int
             bad.result()
         assert not isinstance(failure.value, EngineDeadError)
         assert last.result().token_ids.tolist() == expected
+
+
+def test_prompts_take_as_long_as_in_the_slowest_stage() -> None:
+    capacities = [
+        KVCapacity(64, BLOCK_SIZE, 512, 0, (), "any", {}, costs)
+        for costs in (((256, 0.1), (512, 0.4)), ((256, 0.2), (512, 0.3)))
+    ]
+    assert slowest_costs(capacities) == ((256, 0.2), (512, 0.4))
+    assert slowest_costs([dataclasses.replace(each, prefill_costs=()) for each in capacities]) == ()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
