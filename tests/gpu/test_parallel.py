@@ -4,6 +4,7 @@ Rank 1 samples for itself, and nobody asks it: had it chosen another token than 
 those of another text, and so would be what both make of it from then on.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -151,8 +152,11 @@ def server() -> Iterator[Server]:
 
 def device_files(pid: int) -> set[str]:
     """Of GPUs, that a process has open."""
-    folder = Path("/proc", str(pid), "fd")
-    return {name for link in folder.iterdir() if (name := os.readlink(link)).startswith("/dev/nvidia")}
+    files = set()
+    for link in Path("/proc", str(pid), "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            files.add(os.readlink(link))
+    return {file for file in files if file.startswith("/dev/nvidia")}
 
 
 def test_requests_at_once_and_prefixes(server: Server) -> None:
