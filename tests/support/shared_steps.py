@@ -22,6 +22,7 @@ from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.distributed.nccl_group import NcclGroup, exchange
 from tokenmill_engine.distributed.peer_reduce import PeerReduce
 from tokenmill_engine.distributed.torch_group import TorchGroup, join
+from tokenmill_engine.ipc.lifecycle import exit_at_once
 
 HANG_S = 400.0
 MAX_BYTES = 4096
@@ -62,6 +63,8 @@ def main() -> None:
         num_calls = gloo.num_calls
         group.agree_min(0)  # nobody leaves before all are done
     sys.stdout.write(json.dumps({"tokens": [each.output for each in generations], "large": num_calls}) + "\n")
+    # As workers end: gloo's threads may still be at work.
+    exit_at_once(0)
 
 
 if __name__ == "__main__":
