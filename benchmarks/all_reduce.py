@@ -24,16 +24,17 @@ import torch
 from tokenmill_engine.distributed import nccl
 from tokenmill_engine.distributed.group import Group
 from tokenmill_engine.distributed.nccl_group import exchange
-from tokenmill_engine.distributed.peer_reduce import MAX_BYTES, PeerReduce
+from tokenmill_engine.distributed.peer_reduce import PeerReduce
 from tokenmill_engine.distributed.torch_group import join
 from tokenmill_kernels import ops
 
 WIDTH, DTYPE = 4096, torch.bfloat16
-NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+LARGEST_BYTES = NUM_ROWS[-1] * WIDTH * DTYPE.itemsize
 CALLS, REPLAYS, EPS = 64, 25, 1e-5
 _HANG_S = 100.0
 """Members that say nothing for so long are stuck."""
-WAYS = {"one": (MAX_BYTES, False), "one+": (MAX_BYTES, True), "two": (0, False), "two+": (0, True)}
+WAYS = {"one": (LARGEST_BYTES, False), "one+": (LARGEST_BYTES, True), "two": (0, False), "two+": (0, True)}
 """Largest size that is one-shot, and whether kernels overlap."""
 
 Call = Callable[[], object]
@@ -56,7 +57,7 @@ class Member:
         unique_id = exchange(host, nccl.new_id() if rank == 0 else bytes(nccl.ID_BYTES))[0]
         tell = partial(exchange, host)
         ways = {
-            name: PeerReduce(rank, size, device, tell, one_shot_bytes=limit, overlap=overlap)
+            name: PeerReduce(rank, size, device, tell, LARGEST_BYTES, one_shot_bytes=limit, overlap=overlap)
             for name, (limit, overlap) in WAYS.items()
         }
         return cls(host, device, nccl.Communicator(rank, size, device, unique_id), ways)

@@ -13,8 +13,9 @@ from tokenmill_kernels.gpu.peer_protocol import FILL, NUM_SLOTS, NUM_STATE_WORDS
 
 MAX_BYTES = 4 << 20
 """Largest tensor that is summed this way."""
-_ONE_SHOT_BYTES = {2: MAX_BYTES, 3: 1 << 20, 4: 512 << 10}
-"""Up to this size every member sends everything to every other one, by their number. Two send as much either way."""
+_ONE_SHOT_BYTES = {2: 2 << 20, 3: 1 << 20, 4: 512 << 10}
+"""Up to this size every member sends everything to every other one, by their number. That of two was measured, where
+a norm follows."""
 _MANY_ONE_SHOT_BYTES = 128 << 10
 _SPARE_BYTES = 1 << 20
 """For what is rounded up in a slot."""
