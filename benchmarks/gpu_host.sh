@@ -73,7 +73,7 @@ compare() {
 run_part() {
   case $1 in
     tests) python3 -m pytest -p no:cacheprovider -v --durations=20 \
-      tests/gpu/test_peer_reduce.py tests/gpu/test_parallel.py tests/gpu/test_pipeline.py ;;
+      tests/gpu/test_stages.py tests/gpu/test_peer_reduce.py tests/gpu/test_parallel.py tests/gpu/test_pipeline.py ;;
     all_reduce) python3 -m benchmarks.all_reduce --size "$2" ;;
     preemption) unpack "$3" && python3 -m benchmarks.preemption --setting gpu --model "$scratch/models/l8b" ;;
     tp2 | tp4) compare "$1" "$3" "$scratch/results" --rounds 2 ;;

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BLOCK_SIZE = 16
 WAIT_S = 120.0
-TOLERANCE = 1e-3
 """For whatever takes a moment on a machine that is not busy."""
+TOLERANCE = 1e-3
+"""Of log-probabilities."""
 ENDLESS = {"prompt": "Once", "max_tokens": 50000, "ignore_eos": True}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
