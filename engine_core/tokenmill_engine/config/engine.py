@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tokenmill_engine.config.architecture import ArchitectureConfig
+from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -35,6 +36,8 @@ class ModelConfig:
     """True: a pool too small for `max_model_len` is a start error. False: the length is lowered to what fits."""
     eos_token_ids: tuple[int, ...]
     max_logprobs: int = 20
+    media: MediaConfig | None = None
+    """How prompts carry images; None for models of text alone."""
 
 
 @dataclass(frozen=True, slots=True)

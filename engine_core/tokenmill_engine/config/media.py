@@ -1,0 +1,82 @@
+"""What a model needs to know to look at images, independent of the file format it came from. Torch-free."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+VisionKind = Literal["clip", "siglip", "qwen2_vl", "qwen2_5_vl"]
+MediaKind = Literal["llava", "qwen2_vl"]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """Shape of a vision encoder, from pixels to rows as wide as the decoder's hidden states."""
+
+    kind: VisionKind
+    """`clip` and `siglip`: towers that see images of one size, with a projector of two matrices behind them (LLaVA).
+    `qwen2_vl`, `qwen2_5_vl`: encoders of images of any size, which merge neighbouring patches."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    """Pixels on a side."""
+    output_size: int
+    """Width of the rows that the encoder gives: the decoder's hidden size."""
+    activation: str
+    """In the feed-forward blocks, by the names of `config.json`: `gelu`, `quick_gelu`, `gelu_pytorch_tanh`, `silu`."""
+    norm_eps: float = 1e-6
+    num_channels: int = 3
+    image_size: int | None = None
+    """Pixels on a side of every image; None: images of any size."""
+    temporal_patch_size: int = 1
+    """Frames in a patch; an image is repeated that often."""
+    spatial_merge_size: int = 1
+    """Patches on a side of the square that becomes one row of the output."""
+    window_size: int | None = None
+    """Pixels on a side of the windows within which most layers attend; None: all attend to the whole image."""
+    full_attention_layers: tuple[int, ...] = ()
+    """With windows: the layers that attend to the whole image."""
+    feature_layers: tuple[int, ...] = (-2,)
+    """Towers: the hidden states that the projector sees side by side; 0 are those in front of the first layer, -1
+    those behind the last."""
+    drops_first: bool = True
+    """Towers: the first state of each image, a class token in CLIP, is left out."""
+    projector_activation: str = "gelu"
+    projector_bias: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of a patch."""
+        return self.num_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def tokens_per_image(self) -> int | None:
+        """Rows that each image becomes; None: as many as it has merged patches."""
+        if self.image_size is None:
+            return None
+        num_patches = (self.image_size // self.patch_size) ** 2
+        has_class = self.kind == "clip"
+        return num_patches + has_class - self.drops_first
+
+
+@dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """How a prompt carries images. Each image is a run of `image_token_id` in it, one for every row that the encoder
+    gives for it."""
+
+    kind: MediaKind
+    """How images are prepared: `llava`, "pixel_values" [3, image_size, image_size]; `qwen2_vl`, "pixel_values"
+    [num_patches, patch_dim] with a grid of (time, height, width) patches, those that are merged one behind the other."""
+    image_token_id: int
+    vision: VisionConfig
+    video_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
+    """Qwen2-VL: what stands in front of an image and behind it."""
+    mrope_section: tuple[int, int, int] | None = None
+    """M-RoPE (arXiv:2409.12191): how many of the rotary_dim / 2 frequencies turn with time, height and width; None: the
+    position in the text alone."""
