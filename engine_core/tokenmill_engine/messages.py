@@ -54,6 +54,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
 
 
+class MediaTensor(msgspec.Struct, array_like=True, frozen=True):
+    """An array of the processor's output. `data` is little-endian, in C order."""
+
+    dtype: str
+    """A name of numpy's: `float32`."""
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class MediaItem(msgspec.Struct, array_like=True, frozen=True):
+    """One image of a prompt, where it stands and what the encoder needs. Each of its placeholder tokens stands for one
+    row of the encoder's output, in order."""
+
+    kind: str
+    """`image`."""
+    key: bytes
+    """32 bytes: names the content and everything that changes what the encoder makes of it. Items with equal keys are
+    encoded once, and prompts that differ in nothing else share their blocks."""
+    offset: int
+    """Position of the first placeholder in the prompt."""
+    num_tokens: int
+    """Placeholders, all in a row."""
+    grid: tuple[int, int, int] | None
+    """Patches in time, height and width, before merging; None for models with one size of image."""
+    tensors: dict[str, MediaTensor]
+    """By the model's name for them. `pixel_values` float32: [num_patches, patch_dim] (Qwen2-VL) or [3, height, width]
+    (LLaVA)."""
+
+
 class AddRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """One sequence to generate. `request_id` is unique among all processes: slot and incarnation of the API
     server in the high bits, a counter in the low ones. `label` is the client's own id, for logs only."""
@@ -67,6 +96,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Seconds of the machine-wide monotonic clock (`time.monotonic`)."""
     priority: int = 0
     cache_salt: str | None = None
+    media: tuple[MediaItem, ...] = ()
+    """Ascending by offset; none overlaps another."""
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, frozen=True):
