@@ -30,6 +30,7 @@ def model_config(name: str | Path | None, **changes: Any) -> ModelConfig:
         tokenizer_path=files.tokenizer_path,
         max_model_len_explicit=False,
         eos_token_ids=files.eos_token_ids,
+        media=files.media,
         **(values | changes),
     )
 

@@ -8,16 +8,18 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
+from tokenmill_engine.config.hf_media import MEDIA_ARCHITECTURES, decoder_json, media_architecture
 from tokenmill_engine.errors import ConfigError
 
 Json = dict[str, Any]
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TEXT_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = TEXT_ARCHITECTURES + MEDIA_ARCHITECTURES
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -47,11 +49,14 @@ def read_optional_json(path: Path) -> Json:
 
 
 def parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureConfig:
-    """The decoder that a `config.json` describes; `source` names it in errors.
+    """The decoder that a `config.json` describes, under the name of the whole model; `source` names it in errors.
 
     Raises ConfigError for another architecture, another activation, quantized weights, missing or malformed numbers.
     """
     try:
+        whole = media_architecture(config)
+        if whole is not None:
+            return replace(_parse_architecture(decoder_json(config, source), source), name=whole)
         return _parse_architecture(config, source)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} is malformed: {error!r}") from error
@@ -105,7 +110,7 @@ def _parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureC
 def _architecture_name(config: Mapping[str, Any], source: str) -> str:
     names = config.get("architectures") or []
     for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
+        if name in TEXT_ARCHITECTURES:
             return str(name)
     found = ", ".join(map(str, names)) or f"no architecture (model_type {config.get('model_type')!r})"
     raise ConfigError(f"{source} names {found}; supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}")

@@ -36,9 +36,9 @@ class VisionConfig:
     """Pixels on a side of the windows within which most layers attend; None: all attend to the whole image."""
     full_attention_layers: tuple[int, ...] = ()
     """With windows: the layers that attend to the whole image."""
-    feature_layers: tuple[int, ...] = (-2,)
-    """Towers: the hidden states that the projector sees side by side; 0 are those in front of the first layer, -1
-    those behind the last."""
+    feature_layers: tuple[int, ...] = ()
+    """Towers: the hidden states that the projector sees side by side; 0 are those in front of the first layer, i those
+    behind the i-th."""
     drops_first: bool = True
     """Towers: the first state of each image, a class token in CLIP, is left out."""
     projector_activation: str = "gelu"
@@ -70,7 +70,7 @@ class MediaConfig:
 
     kind: MediaKind
     """How images are prepared: `llava`, "pixel_values" [3, image_size, image_size]; `qwen2_vl`, "pixel_values"
-    [num_patches, patch_dim] with a grid of (time, height, width) patches, those that are merged one behind the other."""
+    [num_patches, patch_dim] and a grid of (time, height, width) patches; those that are merged come one after another."""
     image_token_id: int
     vision: VisionConfig
     video_token_id: int | None = None

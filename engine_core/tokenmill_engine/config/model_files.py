@@ -9,14 +9,14 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
 from tokenmill_engine.config.gguf_file import GGUFFile, is_gguf, read_gguf
 from tokenmill_engine.config.hf_folder import (
-    SUPPORTED_ARCHITECTURES,
+    TEXT_ARCHITECTURES,
     list_safetensors,
     parse_architecture,
     read_chat_template,
@@ -26,6 +26,8 @@ from tokenmill_engine.config.hf_folder import (
     read_safetensors_header,
     read_special_tokens,
 )
+from tokenmill_engine.config.hf_media import decoder_json, parse_media
+from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ class ModelFiles:
     """Longest sequence that the positions serve, rope scaling counted in."""
     generation_defaults: dict[str, float | int] = field(default_factory=dict)
     """temperature, top_p, top_k, min_p, repetition_penalty, max_tokens: those that the model's authors set."""
+    media: MediaConfig | None = None
+    """How prompts carry images; None for models of text alone."""
 
 
 def resolve_model(name: str | None, tokenizer: str | None = None) -> ModelFiles:
@@ -119,18 +123,12 @@ def read_tokenizer_facts(path: Path) -> tuple[str | None, str | None, str | None
 
 def _with_tokenizer(files: ModelFiles, tokenizer: Path) -> ModelFiles:
     chat_template, bos_token, eos_token = read_tokenizer_facts(tokenizer)
-    return ModelFiles(
-        name=files.name,
-        path=files.path,
-        kind=files.kind,
-        architecture=files.architecture,
+    return replace(
+        files,
         tokenizer_path=str(tokenizer),
         chat_template=chat_template if chat_template is not None else files.chat_template,
-        eos_token_ids=files.eos_token_ids,
         bos_token=bos_token,
         eos_token=eos_token,
-        max_position=files.max_position,
-        generation_defaults=files.generation_defaults,
     )
 
 
@@ -211,6 +209,8 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
         raise ConfigError(f"model folder {folder} has no config.json")
     config = read_json(config_file)
     architecture = parse_architecture(config, str(config_file))
+    media = parse_media(config, str(config_file))
+    decoder = config if media is None else decoder_json(config, str(config_file))
     special = read_special_tokens(folder)
     return ModelFiles(
         name=name,
@@ -219,11 +219,12 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
         architecture=architecture,
         tokenizer_path=str(folder),
         chat_template=read_chat_template(folder),
-        eos_token_ids=read_eos_token_ids(config, folder, special.eos_token_id),
+        eos_token_ids=read_eos_token_ids(decoder, folder, special.eos_token_id),
         bos_token=special.bos_token,
         eos_token=special.eos_token,
         max_position=architecture.max_position_embeddings,
         generation_defaults=read_generation_defaults(folder),
+        media=media,
     )
 
 
@@ -263,7 +264,7 @@ def parse_gguf_architecture(header: GGUFFile) -> ArchitectureConfig:
     reader = _GGUFNumbers(header, family)
     if reader.number("expert_count", 0):
         raise ConfigError(
-            f"GGUF file {header.path} is a mixture of experts; supported (dense): {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"GGUF file {header.path} is a mixture of experts; supported (dense): {', '.join(TEXT_ARCHITECTURES)}"
         )
     tensors = header.tensors
     if "token_embd.weight" not in tensors:

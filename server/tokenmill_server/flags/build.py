@@ -184,6 +184,7 @@ def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat
         max_model_len_explicit=explicit,
         eos_token_ids=files.eos_token_ids,
         max_logprobs=values["max_logprobs"],
+        media=files.media,
     )
 
 
