@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill_engine.messages import MediaItem
+
 BlockHash = NewType("BlockHash", bytes)
 
 _HASH_BYTES = 16
@@ -29,6 +31,14 @@ class MediaSpan:
     start: int
     end: int
     content_hash: str
+
+
+def media_spans(items: Iterable[MediaItem]) -> tuple[MediaSpan, ...]:
+    """Where the media of a prompt stand. The grid counts too: it decides the positions of the tokens behind it."""
+    return tuple(
+        MediaSpan(item.offset, item.offset + item.num_tokens, f"{item.kind}:{item.key.hex()}:{item.grid}")
+        for item in items
+    )
 
 
 @dataclass(slots=True, frozen=True)

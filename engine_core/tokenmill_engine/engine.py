@@ -80,6 +80,8 @@ class EngineCore:
             max_model_len=min(capacity.max_model_len, kv.max_tokens),
             vocab_size=config.model.architecture.vocab_size,
             eos_token_ids=config.model.eos_token_ids,
+            media=config.model.media,
+            max_item_tokens=config.scheduler.max_item_tokens,
         )
         num_stages = config.parallel.pipeline_parallel_size
         self._depth = steps_under_way(num_stages, config.scheduler.async_scheduling)

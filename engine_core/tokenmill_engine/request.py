@@ -13,10 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill_engine.block_hash import BlockHash, CacheKey
+from tokenmill_engine.block_hash import BlockHash, CacheKey, media_spans
+from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.ipc.ids import client_of
-from tokenmill_engine.messages import AddRequest, FinishReason, SamplingParams
+from tokenmill_engine.media_items import check_media
+from tokenmill_engine.messages import AddRequest, FinishReason, MediaItem, SamplingParams
 
 MAX_BAD_WORD_TOKENS = 4096
 """Of one request, over all words: each is compared with the output in every step of the whole batch."""
@@ -66,6 +68,8 @@ class Request:
     arrival_time: float
     """When the front end saw it; orders requests of equal priority."""
     priority: int = 0
+    media: tuple[MediaItem, ...] = ()
+    """Images of the prompt, ascending by offset."""
     queued_time: float = 0.0
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Names of the leading full blocks, as far as they were needed yet."""
@@ -99,6 +103,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def media_end(self) -> int:
+        """Position behind the last placeholder; 0 without media."""
+        return self.media[-1].offset + self.media[-1].num_tokens if self.media else 0
 
     @property
     def num_known_tokens(self) -> int:
@@ -135,6 +144,10 @@ class RequestLimits:
     """Longest prompt + output, already cut to what the pool holds."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    media: MediaConfig | None = None
+    """None: the model reads text only."""
+    max_item_tokens: int = 0
+    """Placeholders of the largest image."""
 
 
 def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Random) -> Request:
@@ -145,7 +158,8 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
 
     Raises:
         ContextLengthError: the prompt leaves no room for a token.
-        InvalidRequestError: it is empty, a token id or number is out of range, or a list is absurdly long.
+        InvalidRequestError: it is empty, a token id or number is out of range, a list is absurdly long, or its media
+            are not what the model takes.
     """
     prompt = np.frombuffer(message.prompt_token_ids, dtype="<i4")
     num_prompt = len(prompt)
@@ -160,6 +174,7 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
         )
     _check_sampling(sampling, limits.vocab_size)
     _check_vocabulary("prompt", prompt, limits.vocab_size)
+    check_media(message.media, prompt, limits.media, limits.max_item_tokens)
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     bad_words = _possible_bad_words(sampling.bad_words_token_ids, max_tokens)
     stop_token_ids = tuple(dict.fromkeys(sampling.stop_token_ids))
@@ -173,9 +188,10 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
             sampling, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids, bad_words_token_ids=bad_words
         ),
         stop_token_ids=tuple(dict.fromkeys((*end_tokens, *stop_token_ids))),
-        cache_key=CacheKey(cache_salt=message.cache_salt),
+        cache_key=CacheKey(cache_salt=message.cache_salt, media=media_spans(message.media)),
         arrival_time=message.arrival_time,
         priority=message.priority,
+        media=message.media,
     )
 
 

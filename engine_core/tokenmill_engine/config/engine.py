@@ -63,6 +63,18 @@ class SchedulerConfig:
     """Inter-token latency that running requests keep while prompts are computed beside them."""
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
+    max_num_encoder_tokens: int = 16384
+    """Rows that the encoder may give in one step, of all images together."""
+    encoder_cache_tokens: int = 16384
+    """Rows of encoder output that are kept for later steps and other requests."""
+    disable_chunked_mm_input: bool = False
+    """An image is computed in one step, never in chunks: what does not fit into a step ends in front of it."""
+
+    @property
+    def max_item_tokens(self) -> int:
+        """Placeholders of the largest image that can be served."""
+        most = min(self.max_num_encoder_tokens, self.encoder_cache_tokens)
+        return min(most, self.max_num_batched_tokens) if self.disable_chunked_mm_input else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ import random
 import numpy as np
 import pytest
 
+from tests.support.media_items import IMAGE_TOKEN, QWEN, qwen_item
 from tests.support.scheduling import make_request
+from tokenmill_engine.block_hash import hash_full_blocks
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.messages import AddRequest, FinishReason, SamplingParams
 from tokenmill_engine.request import (
@@ -147,3 +149,27 @@ def test_what_would_fail_on_the_device_is_refused(prompt: list[int], sampling: d
     with pytest.raises(InvalidRequestError) as caught:
         build(prompt, SamplingParams(**sampling))  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+def test_a_request_holds_its_images_and_blocks_are_named_by_them() -> None:
+    limits = RequestLimits(20, 100, (2, 3), media=QWEN, max_item_tokens=4)
+    prompt = np.array([1, *[IMAGE_TOKEN] * 4, *range(7)], dtype="<i4")
+
+    def named(content: str) -> list[bytes]:
+        items = (qwen_item(content, 1),)
+        message = AddRequest(1, "", prompt.tobytes(), SamplingParams(), 0.0, media=items)
+        request = build_request(message, limits, random.Random(0))
+        assert request.media == items
+        assert request.media_end == 5
+        return list(hash_full_blocks(request.prompt_token_ids, 4, request.cache_key))
+
+    assert named("cat") == named("cat")
+    assert not set(named("cat")) & set(named("dog"))
+
+
+def test_images_for_a_model_that_reads_text_are_refused() -> None:
+    message = AddRequest(
+        1, "", np.full(4, IMAGE_TOKEN, "<i4").tobytes(), SamplingParams(), 0.0, media=(qwen_item("cat", 0),)
+    )
+    with pytest.raises(InvalidRequestError, match="text only"):
+        build_request(message, LIMITS, random.Random(0))

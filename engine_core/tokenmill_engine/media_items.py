@@ -1,0 +1,85 @@
+"""What must hold of the media of a request. A front end has prepared them; what is wrong with them would otherwise fail
+in the encoder or the scheduler, and take other requests with it. Torch-free."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.messages import MediaItem, MediaTensor
+
+_KEY_BYTES = 32
+_FLOAT_BYTES = 4
+
+
+def check_media(
+    items: Sequence[MediaItem], prompt: NDArray[np.int32], config: MediaConfig | None, max_item_tokens: int
+) -> None:
+    """Raises InvalidRequestError if the model does not take `items`, or not at these places of `prompt` [num_tokens],
+    or one is larger than `max_item_tokens`."""
+    if not items:
+        return
+    if config is None:
+        raise _error("this model reads text only; it takes no images")
+    end = 0
+    for index, item in enumerate(items):
+        name = f"{item.kind} {index}"
+        if item.kind != "image":
+            raise _error(f"{name}: this model takes images only")
+        if len(item.key) != _KEY_BYTES:
+            raise _error(f"{name}: its key has {len(item.key)} bytes, not {_KEY_BYTES}")
+        start, end = _checked_place(name, item, end, len(prompt))
+        if not (prompt[start:end] == config.image_token_id).all():
+            raise _error(f"{name}: tokens {start}..{end - 1} of the prompt are not all its placeholder")
+        if item.num_tokens > max_item_tokens:
+            raise _error(
+                f"{name} takes {item.num_tokens} tokens; this engine holds {max_item_tokens} of one image. "
+                "Send a smaller image"
+            )
+        _check_tensors(name, item, config)
+
+
+def _checked_place(name: str, item: MediaItem, last_end: int, num_prompt: int) -> tuple[int, int]:
+    start, end = item.offset, item.offset + item.num_tokens
+    if item.num_tokens < 1:
+        raise _error(f"{name}: it takes {item.num_tokens} tokens")
+    if start < last_end:
+        raise _error(f"{name}: it begins at token {start}, where the one before it has not ended, or the prompt begun")
+    if end > num_prompt:
+        raise _error(f"{name}: it ends at token {end}; the prompt has {num_prompt}")
+    return start, end
+
+
+def _check_tensors(name: str, item: MediaItem, config: MediaConfig) -> None:
+    """Its pixels are what the encoder takes, and give as many rows as it has placeholders."""
+    vision = config.vision
+    if item.tensors.keys() != {"pixel_values"}:
+        raise _error(f"{name}: it has the tensors {sorted(item.tensors)}, not pixel_values alone")
+    if config.kind == "llava":
+        if vision.image_size is None or item.grid is not None:
+            raise _error(f"{name}: this model takes images of one size; they have no grid")
+        shape: tuple[int, ...] = (vision.num_channels, vision.image_size, vision.image_size)
+        num_rows = vision.tokens_per_image or 0
+    else:
+        merge = vision.spatial_merge_size
+        if item.grid is None or min(item.grid) < 1 or item.grid[1] % merge or item.grid[2] % merge:
+            raise _error(f"{name}: its grid is {item.grid}; height and width must be multiples of {merge}")
+        shape = (math.prod(item.grid), vision.patch_dim)
+        num_rows = shape[0] // merge**2
+    if num_rows != item.num_tokens:
+        raise _error(f"{name}: it has {item.num_tokens} placeholders and becomes {num_rows} rows")
+    _check_floats(name, item.tensors["pixel_values"], shape)
+
+
+def _check_floats(name: str, tensor: MediaTensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != "float32" or tensor.shape != shape:
+        raise _error(f"{name}: pixel_values are {tensor.dtype} {tensor.shape}, not float32 {shape}")
+    if len(tensor.data) != math.prod(shape) * _FLOAT_BYTES:
+        raise _error(f"{name}: pixel_values have {len(tensor.data)} bytes, not {math.prod(shape) * _FLOAT_BYTES}")
+
+
+def _error(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="media")

@@ -1,0 +1,80 @@
+"""What comes from a front end with the wrong media fails that request alone, and says why."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.support.media_items import IMAGE_TOKEN, LLAVA, QWEN, llava_item, make_tensor, qwen_item
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.media_items import check_media
+from tokenmill_engine.messages import AddRequest, MediaItem, SamplingParams
+
+PROMPT = np.array([1, 2, *[IMAGE_TOKEN] * 4, 3, *[IMAGE_TOKEN] * 4, 4], dtype=np.int32)
+
+
+def changed(**fields: Any) -> MediaItem:
+    return msgspec.structs.replace(qwen_item("cat", 2), **fields)
+
+
+def test_what_fits_is_taken() -> None:
+    check_media((qwen_item("cat", 2), qwen_item("dog", 7, 1, 4)), PROMPT, QWEN, 4)
+    check_media((llava_item("cat", 2), llava_item("cat", 7)), PROMPT, LLAVA, 4)
+    check_media((), PROMPT, None, 0)
+
+
+def test_it_comes_over_the_wire_as_it_was() -> None:
+    items = (qwen_item("cat", 2), llava_item("dog", 7))
+    message = AddRequest(1, "", PROMPT.tobytes(), SamplingParams(), 0.0, media=items)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest) == message
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ((changed(kind="video"),), "images only"),
+        ((changed(key=b"short"),), "5 bytes"),
+        ((changed(offset=1),), "not all its placeholder"),
+        ((changed(offset=-4),), "begins at token -4"),
+        ((changed(num_tokens=0),), "0 tokens"),
+        ((changed(offset=9),), "ends at token 13; the prompt has 12"),
+        ((qwen_item("cat", 2), qwen_item("dog", 5)), "begins at token 5"),
+        ((qwen_item("cat", 7), qwen_item("dog", 2)), "begins at token 2"),
+        ((changed(tensors={}),), "tensors"),
+        ((changed(tensors={"pixel_values": make_tensor((16, 24)), "more": make_tensor((1,))}),), "tensors"),
+        ((changed(tensors={"pixel_values": make_tensor((16, 23))}),), r"not float32 \(16, 24\)"),
+        (
+            (changed(tensors={"pixel_values": msgspec.structs.replace(make_tensor((16, 24)), dtype="int32")}),),
+            "not float32",
+        ),
+        (
+            (changed(tensors={"pixel_values": msgspec.structs.replace(make_tensor((16, 24)), data=b"1234")}),),
+            "have 4 bytes",
+        ),
+        ((changed(grid=None),), "grid is None"),
+        ((changed(grid=(1, 3, 4)),), "multiples of 2"),
+        ((changed(grid=(-1, -4, 4)),), "grid"),
+        ((changed(grid=(1, 4, 8)),), "becomes 8 rows"),
+        ((llava_item("cat", 2),), "grid"),
+    ],
+)
+def test_what_does_not_fit_is_refused(items: tuple[MediaItem, ...], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refusal:
+        check_media(items, PROMPT, QWEN, 4)
+    assert refusal.value.param == "media"
+
+
+def test_llava_takes_one_size() -> None:
+    with pytest.raises(InvalidRequestError, match="no grid"):
+        check_media((qwen_item("cat", 2),), PROMPT, LLAVA, 4)
+
+
+def test_a_model_without_eyes_refuses() -> None:
+    with pytest.raises(InvalidRequestError, match="text only"):
+        check_media((qwen_item("cat", 2),), PROMPT, None, 4)
+
+
+def test_an_image_larger_than_the_engine_holds_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="takes 4 tokens; this engine holds 3"):
+        check_media((qwen_item("cat", 2),), PROMPT, QWEN, 3)
