@@ -1,0 +1,83 @@
+"""From the bytes of an image file to pixels: what transformers' `load_image` makes of them, within limits.
+
+Which pixels: the EXIF orientation is applied, an animation gives its first picture, and the conversion to RGB is
+Pillow's, which leaves transparency out and cuts grey values of 16 bits off at 255.
+"""
+
+import io
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from tokenmill_server.multimodal.addresses import MediaError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Pillow's names of what is decoded. All are pictures of pixels: no programs, such as SVG and EPS, and none for which
+Pillow would call another program."""
+_NAMES = "PNG, JPEG, WebP, GIF, BMP and TIFF"
+
+# The limit is ours, below: Pillow's warning would only say the same of what is allowed.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image, decoded."""
+
+    pixels: NDArray[np.uint8]
+    """[height, width, 3], RGB."""
+
+    @property
+    def height(self) -> int:
+        return self.pixels.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.pixels.shape[1]
+
+
+def decode(data: bytes, max_pixels: int) -> Picture:
+    """Decodes an image file. Takes long: call it in a thread.
+
+    Raises MediaError for what is no image of a known kind, is damaged or incomplete, or has more than `max_pixels`,
+    which is known before any is decoded.
+    """
+    if not data:
+        raise MediaError("the image is empty: it has no bytes")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            check_size(image, max_pixels)
+            return to_picture(image)
+    except MediaError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(max_pixels) from error
+    except UnidentifiedImageError as error:
+        raise MediaError(f"the media are no image that can be read; {_NAMES} can") from error
+    except Exception as error:  # Pillow's decoders raise whatever broken data make them stumble over
+        raise MediaError("the image file is damaged or incomplete") from error
+
+
+def check_size(image: Image.Image, max_pixels: int) -> None:
+    """Raises MediaError for an image with too many pixels, or none."""
+    width, height = image.size
+    if width * height > max_pixels:
+        raise MediaError(
+            f"the image has {width} x {height} pixels, more than the {max_pixels} that --max-image-pixels allows"
+        )
+    if width * height == 0:
+        raise MediaError("the image is empty: it has no pixels")
+
+
+def to_picture(image: Image.Image) -> Picture:
+    """The pixels of an image of Pillow's, upright and in RGB. It is not changed."""
+    image.load()
+    upright = ImageOps.exif_transpose(image)
+    return Picture(np.asarray(upright.convert("RGB")))
+
+
+def _too_large(max_pixels: int) -> MediaError:
+    return MediaError(f"the image has more pixels than the {max_pixels} that --max-image-pixels allows")

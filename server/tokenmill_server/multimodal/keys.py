@@ -1,0 +1,22 @@
+"""Names of prepared images: equal if and only if the encoder would see the same."""
+
+import numpy as np
+from blake3 import blake3
+
+from tokenmill_server.multimodal.decode import Picture
+
+KEY_BYTES = 32
+
+
+def media_key(picture: Picture, options: str) -> bytes:
+    """Key of an image that is prepared as `options` says: everything beside the pixels that changes the result.
+
+    Each part is preceded by what it is and how long, so that no two different images have the same bytes: 120 x 80
+    pixels and 80 x 120 may.
+    """
+    hasher = blake3()
+    pixels = np.ascontiguousarray(picture.pixels)
+    head = f"image RGB {picture.width}x{picture.height} {pixels.dtype.name} {len(options)}:{options};"
+    hasher.update(head.encode())
+    hasher.update(pixels.reshape(-1).data)
+    return hasher.digest()

@@ -1,0 +1,176 @@
+"""From pixels to what a vision encoder takes: bit for bit what transformers' image processors (those with Pillow) give,
+with numpy and Pillow alone, since those would bring torch into the API server.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.messages import MediaItem, MediaTensor
+from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.decode import Picture
+from tokenmill_server.multimodal.image_options import ImageOptions
+from tokenmill_server.multimodal.keys import media_key
+
+Detail = Literal["auto", "low", "high"]
+Pixels = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+_MAX_ASPECT_RATIO = 200
+_LOW_DETAIL_PIXELS = 512 * 512
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image as the engine takes it, without its place in a prompt."""
+
+    key: bytes
+    num_tokens: int
+    grid: tuple[int, int, int] | None
+    pixel_values: MediaTensor
+
+    def at(self, offset: int) -> MediaItem:
+        """The image in a prompt whose token `offset` is the first of its placeholders."""
+        return MediaItem("image", self.key, offset, self.num_tokens, self.grid, {"pixel_values": self.pixel_values})
+
+
+class ImageProcessor:
+    """Prepares images for one model."""
+
+    def __init__(self, media: MediaConfig, options: ImageOptions) -> None:
+        self._tokens_per_image = media.vision.tokens_per_image
+        self._options = options
+        low_pixels = min(options.max_pixels, max(options.min_pixels, _LOW_DETAIL_PIXELS))
+        self._low_options = replace(options, max_pixels=low_pixels)
+        self._table = _value_table(options)
+        self._keyed = {each: each.text() for each in (self._options, self._low_options)}
+
+    def prepare(self, picture: Picture, detail: Detail = "auto") -> PreparedImage:
+        """Resizes and normalizes. `detail` low: of a model that takes images of any size at most 512 x 512 pixels.
+        Takes long: call it in a thread.
+
+        Raises MediaError for an image that the model does not take.
+        """
+        options = self._low_options if detail == "low" else self._options
+        key = media_key(picture, self._keyed[options])
+        if options.method == "qwen2_vl":
+            values, grid = self._patches(picture.pixels, options)
+            num_tokens = grid[0] * grid[1] * grid[2] // options.merge_size**2
+            return PreparedImage(key, num_tokens, grid, _tensor(values))
+        if self._tokens_per_image is None:
+            raise TypeError("a model with images of one size says how many tokens each of them has")
+        return PreparedImage(key, self._tokens_per_image, None, _tensor(self._square(picture.pixels, options)))
+
+    def _patches(self, pixels: Pixels, options: ImageOptions) -> tuple[Floats, tuple[int, int, int]]:
+        """[num_patches, patch_dim], patches that are merged behind each other, and how many patches each way."""
+        size, merge = options.patch_size, options.merge_size
+        resized = _resize(pixels, qwen2_vl_size(pixels.shape[0], pixels.shape[1], options), options.resample)
+        rows, columns = resized.shape[0] // size, resized.shape[1] // size
+        values = self._values(resized)  # [3, height, width]
+        blocks = values.reshape(3, rows // merge, merge, size, columns // merge, merge, size)
+        blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+        times = options.temporal_patch_size
+        blocks = np.broadcast_to(blocks, (*blocks.shape[:5], times, size, size))
+        return blocks.reshape(rows * columns, 3 * times * size * size), (1, rows, columns)
+
+    def _square(self, pixels: Pixels, options: ImageOptions) -> Floats:
+        """[3, height, width]"""
+        if options.pads_to_square:
+            pixels = _pad_to_square(pixels, options.mean)
+        if options.shortest_edge is not None:
+            size = _shortest_edge_size(pixels.shape[0], pixels.shape[1], options.shortest_edge)
+        else:
+            size = options.size or (pixels.shape[0], pixels.shape[1])
+        pixels = _resize(pixels, size, options.resample)
+        if options.crop_size is not None:
+            pixels = _center_crop(pixels, options.crop_size)
+        return self._values(pixels)
+
+    def _values(self, pixels: Pixels) -> Floats:
+        """Rescaled and normalized, channels first."""
+        values = np.empty((3, *pixels.shape[:2]), np.float32)
+        for channel in range(3):
+            np.take(self._table[channel], pixels[:, :, channel], out=values[channel], mode="clip")
+        return values
+
+
+def qwen2_vl_size(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
+    """(height, width) in whole squares of merged patches, with the image's proportions as far as may be.
+
+    Raises MediaError for proportions that the model does not take.
+    """
+    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        raise MediaError(
+            f"the image has {width} x {height} pixels; one side may be at most {_MAX_ASPECT_RATIO} times the other"
+        )
+    factor = options.patch_size * options.merge_size
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > options.max_pixels:
+        shrink = math.sqrt((height * width) / options.max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < options.min_pixels:
+        grow = math.sqrt(options.min_pixels / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return rows, columns
+
+
+def _value_table(options: ImageOptions) -> Floats:
+    """[3, 256]: what each value of each channel becomes. There are so few that none is computed twice."""
+    values = np.tile(np.arange(256, dtype=np.float64), (3, 1))
+    if options.rescale_factor is not None:
+        values = values * options.rescale_factor
+    table = values.astype(np.float32)
+    if options.mean is not None and options.std is not None:
+        mean, std = (np.array(each, np.float32)[:, None] for each in (options.mean, options.std))
+        table = (table - mean) / std
+    return table
+
+
+def _resize(pixels: Pixels, size: tuple[int, int], resample: int) -> Pixels:
+    height, width = size
+    image = Image.fromarray(pixels).resize((width, height), resample=Image.Resampling(resample))
+    return np.asarray(image)
+
+
+def _shortest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
+    short, long = min(height, width), max(height, width)
+    other = int(edge * long / short)
+    if other > edge * _MAX_ASPECT_RATIO:
+        raise MediaError(
+            f"the image has {width} x {height} pixels; one side may be at most {_MAX_ASPECT_RATIO} times the other"
+        )
+    return (other, edge) if width <= height else (edge, other)
+
+
+def _center_crop(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    """The middle; a side that is too short gets black beside it."""
+    height, width = pixels.shape[:2]
+    below, right = max(0, size[0] - height), max(0, size[1] - width)
+    if below or right:
+        above, left = math.ceil(below / 2), math.ceil(right / 2)
+        pixels = np.pad(pixels, ((above, below - above), (left, right - left), (0, 0)))
+        height, width = pixels.shape[:2]
+    top, start = (height - size[0]) // 2, (width - size[1]) // 2
+    return pixels[top : top + size[0], start : start + size[1]]
+
+
+def _pad_to_square(pixels: Pixels, mean: tuple[float, float, float] | None) -> Pixels:
+    height, width = pixels.shape[:2]
+    if height == width:
+        return pixels
+    side = max(height, width)
+    square = np.empty((side, side, 3), np.uint8)
+    square[:] = 0 if mean is None else [int(value * 255) for value in mean]
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = pixels
+    return square
+
+
+def _tensor(values: Floats) -> MediaTensor:
+    return MediaTensor("float32", values.shape, np.ascontiguousarray(values).tobytes())
