@@ -10,7 +10,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill_engine.kv_cache.spec import KVGroup
-from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.messages import MediaTensor, SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class MediaPlace:
+    """Where an image is in a prompt."""
+
+    offset: int
+    """First placeholder."""
+    num_tokens: int
+    grid: tuple[int, int, int] | None
+    """As in `messages.MediaItem`."""
+
+
+@dataclass(slots=True, frozen=True)
+class EncoderInput:
+    """An image to encode. The `num_tokens` rows of output are kept as `entry` until the plan that frees it."""
+
+    entry: int
+    """Used once since the engine started."""
+    kind: str
+    num_tokens: int
+    grid: tuple[int, int, int] | None
+    tensors: dict[str, MediaTensor]
+
+
+@dataclass(slots=True, frozen=True)
+class PlaceholderRows:
+    """In row `row` of the plan, tokens `start` .. `start` + `count` - 1 of those scheduled are placeholders: rows
+    `first` .. `first` + `count` - 1 of `entry` stand in for their embeddings."""
+
+    row: int
+    start: int
+    count: int
+    entry: int
+    first: int
+
+
+@dataclass(slots=True, frozen=True)
+class StepMedia:
+    """What a step has to do with images: first free, then encode, then compute."""
+
+    free: list[int]
+    """Entries that no row needs any more, of this step or a later one."""
+    encode: list[EncoderInput]
+    rows: list[PlaceholderRows]
+    """Ascending by row and start."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,6 +76,8 @@ class SlotStart:
     """`seed` is always set; `max_tokens` is always a number; all token ids are in the vocabulary."""
     stop_token_ids: tuple[int, ...]
     """Every id that may end the request (model's end tokens and the request's own): masked until `min_tokens`."""
+    media: tuple[MediaPlace, ...] = ()
+    """Images of the prompt, ascending by offset."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,6 +122,8 @@ class StepPlan:
     appends: list[BlockAppend] = field(default_factory=list)
     sampled: SampledTokens | None = None
     """Of earlier steps, for a worker that does not sample; written before anything else, starts too."""
+    media: StepMedia | None = None
+    """None: no row has a placeholder."""
 
     @property
     def num_reqs(self) -> int:
@@ -109,6 +159,8 @@ class StepResult:
     """row -> prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
     errors: dict[int, str] = field(default_factory=dict)
     """row -> why this request alone failed (for example logits that are not numbers)."""
+    lost_entries: tuple[int, ...] = ()
+    """Entries of `StepMedia` that are not there although they should be: their images could not be encoded."""
     elapsed_s: float = 0.0
     """Seconds of the step: on a GPU from when its enqueueing began, or the step before ended if that was later, to its
     end; of a model in stages, in the slowest one. 0 if it was not measured."""

@@ -32,23 +32,35 @@ _WARNING_INTERVAL_S = 60.0
 class Allowance:
     """What one step may still compute, beside `num_decodes` rows of one token that it has granted already."""
 
-    __slots__ = ("num_decodes", "num_left")
+    __slots__ = ("num_decodes", "num_granted", "num_left")
 
     def __init__(self, num_tokens: int, num_decodes: int) -> None:
         self.num_decodes = min(num_decodes, num_tokens)
+        self.num_granted = self.num_decodes
         self.num_left = num_tokens - self.num_decodes
 
     def grant(self, num_pending: int, num_computed: int) -> int:
         """Tokens that a row computes of its `num_pending`, after the `num_computed` it has; 0 if it must wait."""
         granted = min(num_pending, self.num_left)
+        self.num_granted += granted
         self.num_left -= granted
         return granted
+
+    def exceed(self, num_tokens: int, max_tokens: int) -> int:
+        """Grants `num_tokens`, more than there are, to a row that cannot do with less, if only rows of one token come
+        before it and the step then has at most `max_tokens`; else nothing. Either way the step is full: nobody
+        overtakes a row that waits for room."""
+        self.num_left = 0
+        if self.num_granted > self.num_decodes or self.num_granted + num_tokens > max_tokens:
+            return 0
+        self.num_granted += num_tokens
+        return num_tokens
 
 
 class TimedAllowance(Allowance):
     """An allowance that also ends where the step would take longer than `limit_s`."""
 
-    __slots__ = ("_decode_context", "_limit_s", "_model", "_num_tokens", "_num_unconditional", "_pairs")
+    __slots__ = ("_decode_context", "_limit_s", "_model", "_num_unconditional", "_pairs")
 
     def __init__(
         self, num_tokens: int, num_decodes: int, decode_context: int, limit_s: float, model: StepCostModel
@@ -57,7 +69,6 @@ class TimedAllowance(Allowance):
         self._model = model
         self._limit_s = limit_s
         self._decode_context = decode_context
-        self._num_tokens = self.num_decodes
         self._pairs = 0.0
         self._num_unconditional = MIN_PREFILL_TOKENS
 
@@ -73,7 +84,7 @@ class TimedAllowance(Allowance):
                 granted = middle
             else:
                 too_many = middle
-        self._num_tokens += granted
+        self.num_granted += granted
         self._pairs += context_pairs(granted, num_computed)
         self._num_unconditional = max(0, self._num_unconditional - granted)
         self.num_left = self.num_left - granted if granted == wanted else 0
@@ -81,7 +92,7 @@ class TimedAllowance(Allowance):
 
     def _fits(self, num_tokens: int, num_computed: int) -> bool:
         pairs = self._pairs + context_pairs(num_tokens, num_computed)
-        return self._model.seconds(self._num_tokens + num_tokens, self._decode_context, pairs) <= self._limit_s
+        return self._model.seconds(self.num_granted + num_tokens, self._decode_context, pairs) <= self._limit_s
 
 
 class BudgetPolicy(Protocol):

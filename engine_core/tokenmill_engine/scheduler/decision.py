@@ -15,7 +15,8 @@ from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.kv_cache.manager import CachedPrefix, KVCacheManager
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.request import Request
-from tokenmill_engine.scheduler.budget import Allowance, BudgetPolicy
+from tokenmill_engine.scheduler.budget import BudgetPolicy
+from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, MediaAllowance
 from tokenmill_engine.scheduler.queue import WaitingQueue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 from tokenmill_engine.scheduler.turns import Turns
@@ -56,6 +57,7 @@ class Decider:
         budget: BudgetPolicy,
         table: SlotTable,
         kv: KVCacheManager,
+        encoder: EncoderBudget,
         waiting: WaitingQueue,
         turns: Turns | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Decider:
         self._budget = budget
         self._table = table
         self._kv = kv
+        self._encoder = encoder
         self._waiting = waiting
         self._turns = turns
 
@@ -77,7 +80,7 @@ class Decider:
         preempted: list[Request] = []
         first_needed = 0
         while True:
-            slots, num_scheduled, allowance = self._share_budget(running, in_flight)
+            slots, num_scheduled, allowance = self._share_budget(running, in_flight, preempted)
             growing, needed = self._growth(slots, num_scheduled)
             free = self._kv.pool.num_free + self._kv.count_freed(r.request_id for r in preempted)
             if needed <= free:
@@ -96,7 +99,9 @@ class Decider:
             return None
         return Decision(slots, num_scheduled, growing, admissions)
 
-    def _share_budget(self, running: IntArray, in_flight: Sequence[StepPlan]) -> tuple[IntArray, IntArray, Allowance]:
+    def _share_budget(
+        self, running: IntArray, in_flight: Sequence[StepPlan], preempted: Sequence[Request]
+    ) -> tuple[IntArray, IntArray, MediaAllowance]:
         """Rows to compute, tokens of each, and what is left: single tokens first, each kind in order of admission."""
         table = self._table
         num_tokens = table.num_tokens[running]
@@ -109,23 +114,25 @@ class Decider:
             num_elsewhere, num_tokens = num_unfinished - len(running), table.num_tokens[running]
         pending = num_tokens - table.num_computed[running]
         is_single = pending == 1
+        if table.num_with_media:
+            # A placeholder may have to wait for its image, even the last token of a prompt.
+            is_single &= table.num_computed[running] >= table.media_end[running]
         num_single = int(np.count_nonzero(is_single))
         all_single = num_single == len(running)
         singles, contexts = (running, num_tokens) if all_single else (running[is_single], num_tokens[is_single])
         if self._turns is not None:
             share = self._turns.share(num_single, num_elsewhere, in_flight)
             singles, contexts = singles[:share], contexts[:share]
-        allowance = self._budget.for_step(len(singles), int(contexts.sum()), num_elsewhere)
-        singles = singles[: allowance.num_decodes]
+        tokens = self._budget.for_step(len(singles), int(contexts.sum()), num_elsewhere)
+        singles, allowance = singles[: tokens.num_decodes], self._encoder.share(tokens, preempted)
         if all_single:
             return singles, np.ones(len(singles), dtype=np.int32), allowance
-        many = (~is_single).nonzero()[0]
-        num_computed = table.num_computed[running[many]]
-        chunks = [allowance.grant(*row) for row in zip(pending[many].tolist(), num_computed.tolist(), strict=True)]
-        num_chunks = len(chunks) - chunks.count(0)
-        slots = np.concatenate([singles, running[many[:num_chunks]]])
+        many = running[~is_single]
+        rows = zip(many.tolist(), pending[~is_single].tolist(), table.num_computed[many].tolist(), strict=True)
+        chunks = np.array([allowance.grant(table.request(slot), *row) for slot, *row in rows], dtype=np.int32)
+        slots = np.concatenate([singles, many[chunks > 0]])
         num_scheduled = np.ones(len(slots), dtype=np.int32)
-        num_scheduled[len(singles) :] = chunks[:num_chunks]
+        num_scheduled[len(singles) :] = chunks[chunks > 0]
         return slots, num_scheduled, allowance
 
     def _growth(self, slots: IntArray, num_scheduled: IntArray) -> tuple[IntArray, int]:
@@ -144,7 +151,7 @@ class Decider:
             return max(requests, key=lambda r: (r.priority, -r.num_preemptions, r.arrival_time))
         return min(reversed(requests), key=lambda r: r.num_preemptions)
 
-    def _admit(self, allowance: Allowance, free: int) -> list[Admission]:
+    def _admit(self, allowance: MediaAllowance, free: int) -> list[Admission]:
         """Waiting requests that start now, in their order, up to the first that does not fit.
 
         A request fits if blocks for all of its tokens are free and one more remains for every other request that
@@ -165,7 +172,7 @@ class Decider:
             needed = self._kv.num_blocks(num_tokens) - self._kv.num_blocks(cached.num_tokens) + len(unused)
             if needed + reserved > free:
                 break
-            num_scheduled = allowance.grant(num_tokens - cached.num_tokens, cached.num_tokens)
+            num_scheduled = allowance.grant(request, num_tokens - cached.num_tokens, cached.num_tokens)
             if num_scheduled == 0:
                 break
             admissions.append(Admission(request, cached, num_tokens, num_scheduled))

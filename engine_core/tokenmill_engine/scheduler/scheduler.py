@@ -25,24 +25,16 @@ from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPl
 from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.budget import BudgetPolicy
 from tokenmill_engine.scheduler.decision import Admission, Decider, Decision
+from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, lost_with, places_of
 from tokenmill_engine.scheduler.outcome import StepOutcome, slice_logprobs
 from tokenmill_engine.scheduler.prompts import LastPrompt
 from tokenmill_engine.scheduler.queue import make_queue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
+from tokenmill_engine.scheduler.stats import SchedulerCounters
 from tokenmill_engine.scheduler.stopping import Stop, append_tokens
 from tokenmill_engine.scheduler.turns import Turns
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start."""
-
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    """Tokens of admitted requests, each counted once."""
-    prefix_cache_hits: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +61,8 @@ class Scheduler:
         self._table = SlotTable(config.max_num_seqs, max_model_len, kv.block_size, hash_blocks=kv.enable_caching)
         self._waiting = make_queue(config.policy)
         turns = Turns(num_stages, self._table) if num_stages > 1 else None
-        self._decider = Decider(config, budget, self._table, kv, self._waiting, turns)
+        self._encoder = EncoderBudget(config)
+        self._decider = Decider(config, budget, self._table, kv, self._encoder, self._waiting, turns)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_prompt = LastPrompt(kv.block_size, hash_blocks=kv.enable_caching)
@@ -147,6 +140,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         if step.plan is not plan or result.step != plan.step:
             raise ValueError(f"step {plan.step} committed with result {result.step}; due is {step.plan.step}")
+        self._encoder.learn(result)
         table = self._table
         rows = (table.epochs[plan.slots] == step.epochs).nonzero()[0]
         stops, rows = self._failed_rows(plan, result, rows)
@@ -166,12 +160,14 @@ class Scheduler:
         """The oldest step in flight came to nothing: its requests end with an error."""
         nothing = np.full((plan.num_reqs, 1), -1, dtype=np.int32)
         errors = dict.fromkeys(range(plan.num_reqs), message)
-        return self.commit(plan, StepResult(plan.step, nothing, np.zeros(plan.num_reqs, dtype=np.int32), errors=errors))
+        none = np.zeros(plan.num_reqs, dtype=np.int32)
+        return self.commit(plan, StepResult(plan.step, nothing, none, errors=errors, lost_entries=lost_with(plan)))
 
     def check_invariants(self) -> None:
         """Raises AssertionError if requests, slots, queue and blocks contradict each other."""
         self._kv.check_invariants()
         self._table.check_invariants()
+        self._encoder.check_invariants(self._table)
         running = {self._table.request(slot).request_id for slot in self._table.running.tolist()}
         waiting = {request.request_id for request in self._waiting}
         assert len(waiting) == len(self._waiting)
@@ -248,6 +244,7 @@ class Scheduler:
             block_ids=tuple(list(ids) for ids in block_ids),
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
+            media=places_of(request.media),
         )
 
     def _make_plan(
@@ -276,6 +273,7 @@ class Scheduler:
             num_decodes=num_decodes,
             starts=starts,
             appends=appends,
+            media=self._encoder.assign(table, slots, num_computed, after) if table.num_with_media else None,
         )
 
     def _failed_rows(
@@ -391,4 +389,5 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self._kv.release(request.request_id)
+        self._encoder.release(request)
         self._table.vacate(request)

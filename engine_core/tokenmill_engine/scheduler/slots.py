@@ -37,6 +37,8 @@ class SlotTable:
         """Tokens that fit into the blocks held."""
         self.num_committed = self._column()
         self.num_prompt = self._column()
+        self.media_end = self._column()
+        """Tokens up to the end of the last image; 0 without media."""
         self.next_full = self._column()
         """`num_committed` at which one more block is full and can be named."""
         self.num_outputs = self._column()
@@ -46,6 +48,8 @@ class SlotTable:
         self.has_stop_ids = np.zeros(num_slots, dtype=np.bool_)
         # Pages of a row are touched, and so backed by memory, only as tokens arrive.
         self.outputs = np.empty((num_slots, max_model_len), dtype=np.int32)
+        self.num_with_media = 0
+        """Running requests that have images."""
         self._order = self._column()
         self._num_running = 0
         self._free = list(range(num_slots - 1, -1, -1))
@@ -79,6 +83,8 @@ class SlotTable:
         self.requests[slot] = request
         self.request_ids[slot] = request.request_id
         self.num_prompt[slot] = num_prompt
+        self.media_end[slot] = request.media_end
+        self.num_with_media += bool(request.media)
         self.num_tokens[slot] = num_prompt + len(saved)
         self.num_computed[slot] = self.num_committed[slot] = num_computed
         # A request that only scores its prompt still ends in one sampling row, whose token is dropped.
@@ -105,6 +111,8 @@ class SlotTable:
         self._num_running = len(left)
         self._order[: self._num_running] = left
         self.requests[slot] = None
+        self.num_with_media -= bool(request.media)
+        self.media_end[slot] = 0
         self.num_tokens[slot] = self.num_computed[slot] = 0
         self.epochs[slot] += 1
         self._free.append(slot)
@@ -133,7 +141,10 @@ class SlotTable:
             assert self.num_outputs[slot] <= self.max_outputs[slot]
             known = request.num_prompt_tokens + self.num_outputs[slot]
             assert self.num_committed[slot] < known <= self.num_tokens[slot]
+            assert self.media_end[slot] == request.media_end <= request.num_prompt_tokens
         assert all(self.requests[slot] is None for slot in self._free)
+        assert self.num_with_media == sum(bool(self.request(slot).media) for slot in running)
+        assert not self.media_end[self._free].any()
         assert not self.num_tokens[self._free].any()
         assert not self.num_computed[self._free].any()
 

@@ -3,12 +3,22 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tokenmill_engine.messages import EngineLoad
-from tokenmill_engine.scheduler.scheduler import SchedulerCounters
 
 _HIT_RATE_QUERIES = 1000
 """The prefix hit rate is that of about so many last requests."""
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens of admitted requests, each counted once."""
+    prefix_cache_hits: int = 0
 
 
 class IntervalStats:

@@ -3,8 +3,7 @@
 import re
 
 from tokenmill_engine.messages import EngineLoad
-from tokenmill_engine.scheduler.scheduler import SchedulerCounters
-from tokenmill_engine.scheduler.stats import IntervalStats
+from tokenmill_engine.scheduler.stats import IntervalStats, SchedulerCounters
 
 
 def test_a_busy_interval() -> None:
