@@ -34,6 +34,16 @@ class KVGroupBatch:
 
 
 @dataclass(slots=True)
+class MediaRows:
+    """Tokens of a step that stand for rows of an encoder's output."""
+
+    tokens: torch.Tensor
+    """int64 [num_rows]: places in the batch, no two alike."""
+    rows: torch.Tensor
+    """[num_rows, hidden_size] of the model's dtype: what takes the place of their embeddings."""
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """Any mix of prefill chunks and decodes, requests with one token first. Tensors may be padded past
     `num_tokens` and `num_reqs` (CUDA graphs): padded requests have length 0, padded tokens slot -1."""
@@ -41,7 +51,8 @@ class ForwardBatch:
     input_ids: torch.Tensor
     """int32 [num_tokens]"""
     positions: torch.Tensor
-    """int32 [num_tokens]"""
+    """int32 [num_tokens]; or, for a model with M-RoPE, [3, num_tokens] in time, height and width. Where these are the
+    same for all tokens, one will do. They turn queries and keys; who sees what follows from `seq_lens`."""
     query_start_loc: torch.Tensor
     """int32 [num_reqs + 1]: prefix sum of the tokens of each request in this step."""
     seq_lens: torch.Tensor
@@ -57,5 +68,12 @@ class ForwardBatch:
     any_mix: bool = False
     """The launches are recorded for any mix of chunks and decodes of at most these sizes: `num_decodes` is no count,
     only not 0."""
+    media: MediaRows | None = None
+    """For models that look at images."""
+    embeddings: torch.Tensor | None = None
+    """[num_tokens, hidden_size] in place of those of `input_ids`, with the rows of `media` among them. This and the
+    next are made by the model when the forward pass begins."""
+    cos_sin: torch.Tensor | None = None
+    """float32 [num_tokens, rotary_dim] in place of the model's own table; `positions` name rows of this one then."""
     plans: dict[AttentionShape, ops.AttentionPlan | None] = field(default_factory=dict)
     """Made by the attention backend when the forward pass begins."""

@@ -154,6 +154,7 @@ def _qwen(config: Mapping[str, Any], decoder: Json, name: str, source: str) -> M
     stated = dict(config.get("vision_config") or {})
     has_windows = name == QWEN2_5_VL
     width_key, output_key = ("hidden_size", "out_hidden_size") if has_windows else ("embed_dim", "hidden_size")
+    defaults: Json
     if has_windows:
         defaults = {"hidden_size": 3584, "out_hidden_size": 3584, "intermediate_size": 3420, "window_size": 112}
         defaults |= {"hidden_act": "silu", "fullatt_block_indexes": [7, 15, 23, 31]}

@@ -70,7 +70,7 @@ class MediaConfig:
 
     kind: MediaKind
     """How images are prepared: `llava`, "pixel_values" [3, image_size, image_size]; `qwen2_vl`, "pixel_values"
-    [num_patches, patch_dim] and a grid of (time, height, width) patches; those that are merged come one after another."""
+    [num_patches, patch_dim] and a grid of (time, height, width) patches; those to be merged come one after another."""
     image_token_id: int
     vision: VisionConfig
     video_token_id: int | None = None

@@ -29,6 +29,12 @@ class RMSNorm:
             return ops.embed_rms_norm(input_ids, table.weight, self.weight, self.eps)
         return self._group.add_rms_norm(table(input_ids), None, self.weight, self.eps)
 
+    def begin(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(rows), rows), both [num_tokens, size]. Of several workers each has a part of the rows, a sum."""
+        if self._group is None:
+            return ops.rms_norm(rows, self.weight, self.eps), rows
+        return self._group.add_rms_norm(rows, None, self.weight, self.eps)
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

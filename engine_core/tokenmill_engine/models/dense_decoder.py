@@ -127,6 +127,10 @@ class DenseDecoder:
         names.append("model.norm.weight")
         return names if self.architecture.tie_word_embeddings else [*names, "lm_head.weight"]
 
+    def own_name(self, name: str) -> str | None:
+        """What `targets` calls a tensor of a Hugging Face checkpoint; None for one that the model does not use."""
+        return name
+
     def finalize(self, allow_fused: bool = True) -> None:
         """Brings the loaded weights into the form that the device's kernels like best; the plain ones are freed.
 
@@ -196,14 +200,17 @@ class DenseDecoder:
         if this is the first. `output_rows` as in `forward`, for the last stage alone. May overwrite `incoming`."""
         self._plan_attention(batch)
         first_norm = self.layers[0].input_norm
-        if incoming is None:
-            normed, residual = first_norm.embed(batch.input_ids, self.embed_tokens)
-        else:
+        if incoming is not None:
             normed, residual = first_norm(*incoming)
+        elif batch.embeddings is not None:
+            normed, residual = first_norm.begin(batch.embeddings)
+        else:
+            normed, residual = first_norm.embed(batch.input_ids, self.embed_tokens)
+        cos_sin = self.cos_sin if batch.cos_sin is None else batch.cos_sin
         last = len(self.layers) - 1
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             rows = output_rows if index == last else None
-            hidden, residual = layer(normed, residual, self.cos_sin, batch, kv_cache, rows)
+            hidden, residual = layer(normed, residual, cos_sin, batch, kv_cache, rows)
             if index < last:
                 normed, residual = self.layers[index + 1].input_norm(hidden, residual)
         return hidden, residual

@@ -55,6 +55,8 @@ class FusedStack:
             block_tables=group.block_tables,
             output_rows=output_rows,
             out=out,
+            embeddings=batch.embeddings,
+            cos_sin=batch.cos_sin,
         )
 
 

@@ -53,9 +53,10 @@ class Destination:
 
 def match_safetensors(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destination]:
     """Destinations of a Hugging Face checkpoint. Raises ConfigError as `_match`."""
-    destinations = _match(model.targets(), shapes, source, lambda name: name)
+    spelled = {own: name for name in shapes if (own := model.own_name(name)) is not None}
+    destinations = _match(model.targets(), shapes, source, lambda own: spelled.get(own, own))
     ignored = {"lm_head.weight"} if model.architecture.tie_word_embeddings else set()
-    _refuse_unexpected(shapes.keys() - ignored, model.parameter_names(), source)
+    _refuse_unexpected(spelled.keys() - ignored, model.parameter_names(), source)
     return destinations
 
 

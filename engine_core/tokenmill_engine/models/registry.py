@@ -1,14 +1,17 @@
 """Which class implements which architecture."""
 
 from tokenmill_engine.config.hf_folder import SUPPORTED_ARCHITECTURES
+from tokenmill_engine.config.hf_media import MEDIA_ARCHITECTURES
 from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.models.dense_decoder import DenseDecoder
+from tokenmill_engine.models.media_decoder import MediaDecoder
 
 _MODELS: dict[str, type[DenseDecoder]] = {
     "LlamaForCausalLM": DenseDecoder,
     "MistralForCausalLM": DenseDecoder,
     "Qwen2ForCausalLM": DenseDecoder,
     "Qwen3ForCausalLM": DenseDecoder,
+    **dict.fromkeys(MEDIA_ARCHITECTURES, MediaDecoder),
 }
 
 

@@ -159,12 +159,16 @@ class DenseDecoder:
         block_tables: torch.Tensor,
         output_rows: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm: [T, hidden], or [len(output_rows), hidden] for those rows alone.
 
         `input_ids` and `positions` int32 [T], `slot_mapping` int64 [T], the requests as in `ops.paged_attention`.
         `output_rows` int32, ascending: the last layer then does no more work than these rows need.
         Writes the keys and values of the step to the bound caches, and the result to `out` if that is given.
+        `embeddings` [T, hidden] take the place of the rows of `input_ids`; `cos_sin`, float32 [any, rotary_dim], takes
+        that of the table whose rows `positions` name.
         """
         if self._handle is None:
             raise RuntimeError("bind_kv_caches must come before forward")
@@ -174,6 +178,14 @@ class DenseDecoder:
                 raise TypeError(f"expected contiguous int32 tensors, got {tensor.dtype} with {tensor.stride()}")
         if slot_mapping.dtype != torch.int64 or slot_mapping.stride(-1) != 1:
             raise TypeError(f"expected a contiguous int64 slot_mapping, got {slot_mapping.dtype}")
+        for given, dtype, width in (
+            (embeddings, self.dtype, self.shape.hidden_size),
+            (cos_sin, torch.float32, self._struct.rotary_dim),
+        ):
+            if given is not None and (given.dtype != dtype or given.shape[1] != width or not given.is_contiguous()):
+                raise TypeError(
+                    f"expected contiguous rows of {width} {dtype}, got {list(given.shape)} of {given.dtype}"
+                )
         shape = (outputs.shape[0], self.shape.hidden_size)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
@@ -185,6 +197,8 @@ class DenseDecoder:
             slot_mapping=slot_mapping.data_ptr(),
             output_rows=None if output_rows is None else output_rows.data_ptr(),
             out=out.data_ptr(),
+            embeddings=None if embeddings is None else embeddings.data_ptr(),
+            cos_sin=None if cos_sin is None else cos_sin.data_ptr(),
             num_tokens=input_ids.shape[0],
             num_outputs=outputs.shape[0],
             attention=batch_struct(query_start_loc, seq_lens, block_tables),

@@ -143,6 +143,8 @@ class StepStruct(ctypes.Structure):
         ("slot_mapping", c_void_p),
         ("output_rows", c_void_p),
         ("out", c_void_p),
+        ("embeddings", c_void_p),
+        ("cos_sin", c_void_p),
         ("num_tokens", c_int32),
         ("num_outputs", c_int32),
         ("attention", AttentionBatchStruct),

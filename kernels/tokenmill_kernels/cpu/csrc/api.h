@@ -130,6 +130,8 @@ typedef struct {
   const int64_t* slot_mapping;
   const int32_t* output_rows; /* ascending rows whose hidden state is wanted; null for all */
   void* out;                  /* [num_outputs, hidden_size] */
+  const void* embeddings;     /* [num_tokens, hidden_size] instead of the rows of `input_ids`; null for these */
+  const float* cos_sin;       /* what `positions` name rows of, instead of the decoder's own table; null for that */
   int32_t num_tokens;
   int32_t num_outputs;
   TokenmillAttentionBatch attention;

@@ -141,7 +141,12 @@ class DecoderOf final : public Decoder {
     const PackedMatrix<T> table = matrix(shape_.embedding, shape_.vocab_size, shape_.hidden_size);
     for_rows(worker, step.num_tokens, [&](int row) {
       float* to = residual_ + static_cast<ptrdiff_t>(row) * shape_.hidden_size;
-      copy_packed_row(table, step.input_ids[row], to);
+      if (step.embeddings == nullptr) {
+        copy_packed_row(table, step.input_ids[row], to);
+        return;
+      }
+      const T* from = static_cast<const T*>(step.embeddings) + static_cast<ptrdiff_t>(row) * shape_.hidden_size;
+      for (int i = 0; i < shape_.hidden_size; ++i) to[i] = convert<float>(from[i]);
     });
   }
 
@@ -156,7 +161,8 @@ class DecoderOf final : public Decoder {
     const Heads<T> k{qkv_ + attended_size(), width, dim, attention_.num_kv_heads};
     const Heads<const T> v{k.data + attention_.num_kv_heads * dim, width, dim, attention_.num_kv_heads};
     const PagedCache<T> keys = paged_cache<T>(layer.keys), values = paged_cache<T>(layer.values);
-    const RotaryTable<T> table{shape_.cos_sin, shape_.rotary_dim / 2, static_cast<const T*>(layer.q_norm),
+    const float* cos_sin = step.cos_sin == nullptr ? shape_.cos_sin : step.cos_sin;
+    const RotaryTable<T> table{cos_sin, shape_.rotary_dim / 2, static_cast<const T*>(layer.q_norm),
                                static_cast<const T*>(layer.k_norm), shape_.eps};
     for_rows(worker, step.num_tokens, [&](int row) {
       rotary_kv_write_token(row, step.positions[row], step.slot_mapping[row], q, k, v, table, keys, values,

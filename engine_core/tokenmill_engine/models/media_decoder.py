@@ -1,0 +1,122 @@
+"""A dense decoder with a vision encoder in front of it: rows of the encoder's output take the place of the embeddings
+of placeholder tokens, and positions may have three dimensions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tokenmill_engine.attention.backend import AttentionBackend
+from tokenmill_engine.attention.batch import ForwardBatch
+from tokenmill_engine.config.engine import ModelConfig
+from tokenmill_engine.config.media import VisionConfig
+from tokenmill_engine.config.stages import Stage
+from tokenmill_engine.distributed.group import ALONE, Group
+from tokenmill_engine.layers.placement import Placement, Target
+from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
+from tokenmill_engine.models.vision.encoder import ImageInput, VisionEncoder
+from tokenmill_engine.models.vision.qwen import QwenVision
+from tokenmill_engine.models.vision.spelling import own_name
+from tokenmill_engine.models.vision.tower import VisionTower
+
+
+class MediaDecoder(DenseDecoder):
+    """LLaVA, Qwen2-VL and Qwen2.5-VL. Every worker of the first stage has all of the encoder."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        attention: AttentionBackend | None = None,
+        group: Group = ALONE,
+        stage: Stage | None = None,
+    ) -> None:
+        """As in `DenseDecoder`."""
+        super().__init__(config, device, attention, group, stage)
+        if config.media is None:
+            raise ValueError(f"{config.architecture.name} needs to know how prompts carry images")
+        self._vision = config.media.vision
+        self._mrope_section = config.media.mrope_section
+        self._rank = group.rank
+        self.encoder = _build(self._vision, Placement(self.dtype, device)) if self.stage.is_first else None
+
+    def targets(self) -> dict[str, Target]:
+        """As in `DenseDecoder`, and those of the encoder."""
+        encoder = dict(self.encoder.targets()) if self.encoder is not None else {}
+        return super().targets() | encoder
+
+    def parameter_names(self) -> list[str]:
+        """As in `DenseDecoder`, and those of the encoder."""
+        shadow = _build(self._vision, Placement(self.dtype, torch.device("meta")))
+        return super().parameter_names() + [name for name, _ in shadow.targets()]
+
+    def own_name(self, name: str) -> str | None:
+        """As in `DenseDecoder`."""
+        return own_name(name, max(self._vision.feature_layers, default=None))
+
+    def finalize(self, allow_fused: bool = True) -> None:
+        """As in `DenseDecoder`."""
+        super().finalize(allow_fused)
+        if self.encoder is not None:
+            self.encoder.finalize()
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence[ImageInput]) -> list[torch.Tensor]:
+        """What takes the place of each image's placeholders, [num_tokens, hidden_size] of the model's dtype, all images
+        in one batch.
+
+        Raises ValueError for pixels that the encoder does not take, RuntimeError on a later stage.
+        """
+        if self.encoder is None:
+            raise RuntimeError("the encoder is on the first stage")
+        return self.encoder.encode(images) if images else []
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_caches: KVCaches,
+        output_rows: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        incoming: Stream | None = None,
+    ) -> torch.Tensor:
+        """As in `DenseDecoder`."""
+        return super().forward(self._begin(batch), kv_caches, output_rows, out, incoming)
+
+    def run_layers(
+        self,
+        batch: ForwardBatch,
+        kv_caches: KVCaches,
+        incoming: Stream | None,
+        output_rows: torch.Tensor | None = None,
+    ) -> Stream:
+        """As in `DenseDecoder`."""
+        return super().run_layers(self._begin(batch), kv_caches, incoming, output_rows)
+
+    def _begin(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with embeddings and a rotary table of its own where it needs them. Once is enough."""
+        if batch.positions.dim() == 2:
+            cos_sin = self._turned(batch.positions)
+            positions = torch.arange(cos_sin.shape[0], dtype=torch.int32, device=self.device)
+            batch = replace(batch, positions=positions, cos_sin=cos_sin)
+        if batch.media is not None and batch.embeddings is None and self.stage.is_first:
+            embeddings = self.embed_tokens(batch.input_ids)
+            # Of several workers, whose parts are added up, one has the rows.
+            rows = batch.media.rows if self._rank == 0 else torch.zeros_like(batch.media.rows)
+            embeddings.index_copy_(0, batch.media.tokens, rows)
+            batch = replace(batch, embeddings=embeddings)
+        return batch
+
+    def _turned(self, positions: torch.Tensor) -> torch.Tensor:
+        """int32 [3, num_tokens] -> float32 [num_tokens, rotary_dim]: each section of the frequencies at its own
+        position, cosines in front of sines."""
+        if self._mrope_section is None:
+            raise ValueError("the model has no positions in three dimensions")
+        sections = list(self._mrope_section) * 2
+        columns = torch.split(self.cos_sin, sections, dim=1)
+        return torch.cat([part.index_select(0, positions[index % 3]) for index, part in enumerate(columns)], dim=1)
+
+
+def _build(vision: VisionConfig, placement: Placement) -> VisionEncoder:
+    if vision.kind in ("clip", "siglip"):
+        return VisionTower(vision, placement)
+    return QwenVision(vision, placement)
