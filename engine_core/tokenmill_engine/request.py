@@ -51,7 +51,7 @@ def _no_tokens() -> NDArray[np.int32]:
     return np.empty(0, dtype=np.int32)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence. `sampling` is resolved: `seed` and `max_tokens` are numbers, the request cannot outgrow the pool.
 

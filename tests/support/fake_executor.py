@@ -3,16 +3,19 @@
 Each computed position writes a digest of the whole prefix into its block, built on the digest it *reads* from the
 position before. The next token mixes all digests of the request. A wrong block, a stale block, a skipped or repeated
 position or a wrong token changes every token that follows, so equal output means equal bookkeeping.
+A placeholder counts as the row of the image that stands in for it.
 """
 
+import hashlib
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tokenmill_engine.errors import EngineError
-from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult
+from tokenmill_engine.messages import MediaItem, MediaTensor, SamplingParams
+from tokenmill_engine.outputs import LogprobRows, MediaPlace, StepPlan, StepResult
 
 VOCAB_SIZE = 60
 EOS = 7
@@ -29,10 +32,21 @@ def _next_token(digests: list[int]) -> int:
     return (total ^ total >> 31) % VOCAB_SIZE
 
 
-def solo_run(prompt: list[int], sampling: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+def _encode(tensors: Mapping[str, MediaTensor], count: int) -> list[int]:
+    """What stands for the placeholders of an image, as large as a digest."""
+    first = int.from_bytes(hashlib.sha256(tensors["pixel_values"].data).digest()[:8], "little")
+    return [first + row & _MASK for row in range(count)]
+
+
+def solo_run(
+    prompt: list[int], sampling: SamplingParams, max_model_len: int, media: Sequence[MediaItem] = ()
+) -> tuple[list[int], str]:
     """What the model answers without any scheduler: tokens and finish reason."""
+    seen = list(prompt)
+    for item in media:
+        seen[item.offset : item.offset + item.num_tokens] = _encode(item.tensors, item.num_tokens)
     digests: list[int] = []
-    for token in prompt:
+    for token in seen:
         digests.append(_digest(digests[-1] if digests else 0, token))
     room = max_model_len - len(prompt)
     limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
@@ -54,6 +68,9 @@ class _Slot:
     num_computed: int
     tables: list[list[int]]
     sampling: SamplingParams
+    media: tuple[MediaPlace, ...]
+    seen: dict[int, int] = field(default_factory=dict)
+    """By position, what stands for a placeholder."""
 
 
 @dataclass
@@ -69,13 +86,15 @@ class FakeHandle:
 
 @dataclass
 class FakeExecutor:
-    """Honours `StepPlan`. `failing_steps` raise EngineError; `poisoned` request ids fail alone when they sample."""
+    """Honours `StepPlan`. `failing_steps` raise EngineError; `poisoned` request ids fail alone when they sample;
+    `unreadable` pixels cannot be encoded."""
 
     num_blocks: int
     block_size: int
     num_groups: int = 1
     failing_steps: set[int] = field(default_factory=set)
     poisoned: set[int] = field(default_factory=set)
+    unreadable: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._digests = np.zeros((self.num_blocks, self.block_size), dtype=np.uint64)
@@ -83,6 +102,11 @@ class FakeExecutor:
         self._request_ids: dict[int, int] = {}
         self._queue: deque[StepPlan] = deque()
         self._results: dict[int, StepResult] = {}
+        self._encoded: dict[int, list[int]] = {}
+        self.encoded: list[int] = []
+        """Entries in order, of all steps."""
+        self.most_kept = 0
+        """Tokens of all images at once."""
         self.num_steps = 0
         self.num_tokens = 0
         self.queue_lengths: list[int] = []
@@ -111,7 +135,8 @@ class FakeExecutor:
         assert len(set(plan.slots.tolist())) == plan.num_reqs
         token_ids = np.full((plan.num_reqs, 1), -1, dtype=np.int32)
         num_new = np.zeros(plan.num_reqs, dtype=np.int32)
-        result = StepResult(plan.step, token_ids, num_new)
+        errors, lost = self._look(plan)
+        result = StepResult(plan.step, token_ids, num_new, errors=errors, lost_entries=lost)
         for row in range(plan.num_reqs):
             slot = self._slots[int(plan.slots[row])]
             scheduled, samples = int(plan.num_scheduled[row]), bool(plan.samples[row])
@@ -119,7 +144,7 @@ class FakeExecutor:
             assert samples == (slot.num_computed + scheduled == len(slot.tokens))
             assert row >= plan.num_decodes or (scheduled == 1 and samples)
             start = slot.num_computed
-            self._compute(slot, scheduled)
+            self._compute(slot, scheduled, is_blind=row in errors)
             if slot.sampling.prompt_logprobs is not None:
                 _add_prompt_logprobs(result, row, slot, start)
             if not samples:
@@ -146,6 +171,7 @@ class FakeExecutor:
                 num_computed=start.num_computed_tokens,
                 tables=[list(ids) for ids in start.block_ids],
                 sampling=start.sampling,
+                media=start.media,
             )
             self._request_ids[start.slot] = start.request_id
         for append in plan.appends:
@@ -153,12 +179,41 @@ class FakeExecutor:
             assert len(table) == append.start
             table.extend(append.block_ids)
 
-    def _compute(self, slot: _Slot, count: int) -> None:
+    def _look(self, plan: StepPlan) -> tuple[dict[int, str], tuple[int, ...]]:
+        """Free, encode, and give rows what stands for their placeholders. Returns the rows that lack something, and
+        the entries that were not there."""
+        if plan.media is None:
+            return {}, ()
+        errors: dict[int, str] = {}
+        lost: dict[int, None] = {}
+        for entry in plan.media.free:
+            self._encoded.pop(entry, None)
+        for each in plan.media.encode:
+            assert not self.encoded or each.entry > self.encoded[-1]
+            self.encoded.append(each.entry)
+            if each.tensors["pixel_values"].data not in self.unreadable:
+                self._encoded[each.entry] = _encode(each.tensors, each.num_tokens)
+        self.most_kept = max(self.most_kept, sum(map(len, self._encoded.values())))
+        for rows in plan.media.rows:
+            if rows.entry not in self._encoded:
+                errors[rows.row] = "the image is not there"
+                lost[rows.entry] = None
+                continue
+            slot = self._slots[int(plan.slots[rows.row])]
+            values = self._encoded[rows.entry][rows.first : rows.first + rows.count]
+            assert len(values) == rows.count <= plan.num_scheduled[rows.row] - rows.start
+            slot.seen.update(enumerate(values, slot.num_computed + rows.start))
+        return errors, tuple(lost)
+
+    def _compute(self, slot: _Slot, count: int, is_blind: bool = False) -> None:
         for position in range(slot.num_computed, slot.num_computed + count):
+            is_placeholder = any(place.offset <= position < place.offset + place.num_tokens for place in slot.media)
+            assert is_blind or is_placeholder == (position in slot.seen)
             for table in slot.tables:
                 before = self._entry(table, position - 1) if position else 0
                 block = table[position // self.block_size]
-                self._digests[block, position % self.block_size] = _digest(before, slot.tokens[position])
+                seen = slot.seen.get(position, slot.tokens[position])
+                self._digests[block, position % self.block_size] = _digest(before, seen)
         slot.num_computed += count
 
     def _read(self, slot: _Slot, length: int) -> list[int]:

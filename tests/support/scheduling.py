@@ -8,13 +8,13 @@ import numpy as np
 
 from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor, FakeHandle
 from tests.support.simulated_pipeline import SimulatedPipeline
-from tokenmill_engine.block_hash import CacheKey
+from tokenmill_engine.block_hash import CacheKey, media_spans
 from tokenmill_engine.config.engine import SchedulerConfig, SchedulingPolicy
 from tokenmill_engine.errors import EngineError
 from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.kv_cache.manager import KVCacheManager
-from tokenmill_engine.messages import FinishReason, SamplingParams
-from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
+from tokenmill_engine.outputs import MediaPlace, StepPlan
 from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.budget import make_budget
 from tokenmill_engine.scheduler.outcome import StepOutcome
@@ -53,6 +53,9 @@ class Setting:
     target_itl_ms: float | None = None
     prefill_costs: tuple[tuple[int, float], ...] = ()
     journal: BlockJournal | None = None
+    encoder_budget: int = 64
+    encoder_cache: int = 64
+    whole_images: bool = False
     step_cost: Callable[[StepPlan], float] = lambda plan: 0.0
     """Seconds that the fake device says a step took."""
 
@@ -87,6 +90,9 @@ class Driver:
             target_itl_ms=setting.target_itl_ms,
             policy=setting.policy,
             async_scheduling=setting.depth > 1,
+            max_num_encoder_tokens=setting.encoder_budget,
+            encoder_cache_tokens=setting.encoder_cache,
+            disable_chunked_mm_input=setting.whole_images,
         )
         self.depth = setting.depth
         if setting.num_stages > 1:
@@ -96,7 +102,11 @@ class Driver:
         self.scheduler = Scheduler(config, self.budget, self.kv, self.max_model_len, (EOS,), setting.num_stages)
         self.executor = self._make_executor()
         self.told: dict[int, Told] = {}
+        self.requests: dict[int, Request] = {}
+        """All that were ever added."""
         self.plans: list[StepPlan] = []
+        self._media: dict[int, tuple[MediaPlace, ...]] = {}
+        """By slot."""
         self._in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()
 
     def _make_executor(self) -> FakeExecutor:
@@ -114,6 +124,7 @@ class Driver:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
+        media: tuple[MediaItem, ...] = (),
     ) -> Request:
         sampling = sampling or SamplingParams(max_tokens=8)
         room = self.max_model_len - len(prompt)
@@ -126,11 +137,13 @@ class Driver:
             prompt_token_ids=np.array(prompt, dtype=np.int32),
             sampling=SamplingParams(**{**values, "max_tokens": max_tokens, "seed": request_id}),
             stop_token_ids=(*end_tokens, *sampling.stop_token_ids),
-            cache_key=CacheKey(cache_salt=cache_salt),
+            cache_key=CacheKey(cache_salt=cache_salt, media=media_spans(media)),
             arrival_time=float(request_id) if arrival_time is None else arrival_time,
             priority=priority,
+            media=media,
         )
         assert max(prompt) < VOCAB_SIZE
+        self.requests[request_id] = request
         self.told[request_id] = Told()
         self.scheduler.add(request)
         return request
@@ -174,7 +187,7 @@ class Driver:
     def solo(self, request: Request) -> list[int]:
         """The request's tokens from a device of its own."""
         alone = Driver(Setting(num_blocks=400, max_model_len=self.max_model_len, depth=1, caching=False))
-        alone.add(request.request_id, request.prompt_token_ids.tolist(), request.sampling)
+        alone.add(request.request_id, request.prompt_token_ids.tolist(), request.sampling, media=request.media)
         alone.run()
         return alone.told[request.request_id].tokens
 
@@ -182,6 +195,18 @@ class Driver:
         assert 0 < plan.num_tokens <= self.setting.budget
         assert self.scheduler.load.num_running <= self.setting.max_num_seqs
         assert (plan.num_scheduled >= 1).all()
+        self._media.update((start.slot, start.media) for start in plan.starts)
+        if plan.media is not None:
+            assert sum(each.num_tokens for each in plan.media.encode) <= self.setting.encoder_budget
+            if self.setting.whole_images:
+                self._check_whole(plan)
+
+    def _check_whole(self, plan: StepPlan) -> None:
+        """No row ends within an image that it begins."""
+        ends = plan.num_computed + plan.num_scheduled
+        for slot, start, end in zip(plan.slots.tolist(), plan.num_computed.tolist(), ends.tolist(), strict=True):
+            for item in self._media[slot]:
+                assert not (start <= item.offset < end < item.offset + item.num_tokens)
 
     def _tell(self, outcome: StepOutcome) -> None:
         offsets = np.concatenate([[0], np.cumsum(outcome.num_tokens)])

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_executor import VOCAB_SIZE, solo_run
+from tests.support.media_items import IMAGE_TOKEN, qwen_item
 from tests.support.scheduling import Driver, Setting
 from tests.support.simulated_device import CPU_135M
-from tokenmill_engine.messages import FinishReason, SamplingParams
+from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.scheduler.cost_model import work_of
 
@@ -24,12 +25,32 @@ class Arrival:
     priority: int
     cache_salt: str | None
     abort_after: int | None
+    media: tuple[MediaItem, ...] = ()
+
+
+LARGEST_IMAGE = 6
 
 
 @st.composite
-def arrivals(draw: st.DrawFn, longest: int) -> Arrival:
+def images(draw: st.DrawFn, num_tokens: int, whole_limit: int) -> tuple[MediaItem, ...]:
+    """Images in a prompt of `num_tokens`, often the same ones."""
+    media = []
+    end = 0
+    while (start := end + draw(st.integers(0, 4))) < num_tokens and draw(st.booleans()):
+        size = draw(st.integers(1, min(LARGEST_IMAGE, whole_limit, num_tokens - start)))
+        media.append(qwen_item(f"{draw(st.integers(0, 2))} {size}", start, 1, size))
+        end = start + size
+    return tuple(media)
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, longest: int, largest_image: int = 0) -> Arrival:
     shared = SHARED[: draw(st.integers(0, min(len(SHARED), longest - 2)))]
     own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=max(1, longest - 1 - len(shared))))
+    prompt = [*shared, *own]
+    media = draw(images(len(prompt), largest_image)) if largest_image else ()
+    for item in media:
+        prompt[item.offset : item.offset + item.num_tokens] = [IMAGE_TOKEN] * item.num_tokens
     sampling = SamplingParams(
         max_tokens=draw(st.none() | st.integers(0, 12)),
         min_tokens=draw(st.sampled_from([0, 0, 3])),
@@ -40,11 +61,12 @@ def arrivals(draw: st.DrawFn, longest: int) -> Arrival:
     )
     return Arrival(
         step=draw(st.integers(0, 12)),
-        prompt=[*shared, *own],
+        prompt=prompt,
         sampling=sampling,
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from([None, None, "salt"])),
         abort_after=draw(st.none() | st.none() | st.integers(0, 10)),
+        media=media,
     )
 
 
@@ -54,7 +76,7 @@ def erratic_cost(plan: StepPlan) -> float:
 
 
 @st.composite
-def traffic(draw: st.DrawFn, num_stages: int = 1) -> tuple[Setting, list[Arrival]]:
+def traffic(draw: st.DrawFn, num_stages: int = 1, with_images: bool = False) -> tuple[Setting, list[Arrival]]:
     setting = Setting(
         num_groups=draw(st.sampled_from([1, 1, 2])),
         block_size=draw(st.sampled_from([1, 2, 4])),
@@ -69,15 +91,21 @@ def traffic(draw: st.DrawFn, num_stages: int = 1) -> tuple[Setting, list[Arrival
         prefill_costs=draw(st.sampled_from([(), ((8, 0.01), (64, 0.02))])),
         step_cost=erratic_cost,
     )
+    if with_images:
+        setting.whole_images = draw(st.booleans())
+        setting.encoder_budget = draw(st.sampled_from([LARGEST_IMAGE, LARGEST_IMAGE + 1, 15]))
+        setting.encoder_cache = draw(st.sampled_from([LARGEST_IMAGE, LARGEST_IMAGE + 2, 15]))
+    largest_image = min(LARGEST_IMAGE, setting.budget if setting.whole_images else LARGEST_IMAGE)
     tokens_per_request = draw(st.integers(8, 30))
     setting.num_blocks = -(-tokens_per_request // setting.block_size) * setting.num_groups
     longest = setting.num_blocks // setting.num_groups * setting.block_size
-    return setting, draw(st.lists(arrivals(longest), min_size=1, max_size=10))
+    some = arrivals(longest, largest_image if with_images else 0)
+    return setting, draw(st.lists(some, min_size=1, max_size=10))
 
 
 def check_told(driver: Driver, request_id: int, arrival: Arrival, aborted: bool) -> None:
     told = driver.told[request_id]
-    tokens, reason = solo_run(arrival.prompt, arrival.sampling, driver.max_model_len)
+    tokens, reason = solo_run(arrival.prompt, arrival.sampling, driver.max_model_len, arrival.media)
     num_prompt = len(arrival.prompt)
     prompt_positions = list(range(1, num_prompt)) if arrival.sampling.prompt_logprobs is not None else []
     positions = range(num_prompt, num_prompt + len(told.tokens))
@@ -101,7 +129,15 @@ def check_traffic(case: tuple[Setting, list[Arrival]]) -> None:
     while True:
         for request_id, arrival in enumerate(requests):
             if arrival.step == step:
-                driver.add(request_id, arrival.prompt, arrival.sampling, arrival.priority, 0.0, arrival.cache_salt)
+                driver.add(
+                    request_id,
+                    arrival.prompt,
+                    arrival.sampling,
+                    arrival.priority,
+                    0.0,
+                    arrival.cache_salt,
+                    arrival.media,
+                )
                 if arrival.abort_after is not None:
                     aborts.setdefault(step + arrival.abort_after, []).append(request_id)
         for request_id in aborts.pop(step, []):
@@ -116,6 +152,7 @@ def check_traffic(case: tuple[Setting, list[Arrival]]) -> None:
     assert driver.kv.pool.usage == 0.0
     load = driver.scheduler.load
     assert (load.num_running, load.num_waiting) == (0, 0)
+    assert driver.executor.most_kept <= setting.encoder_cache
     for request_id, arrival in enumerate(requests):
         check_told(driver, request_id, arrival, request_id in aborted)
 
@@ -143,6 +180,24 @@ def test_every_request_is_answered_as_if_it_were_alone_by_stages(case: tuple[Set
 @settings(max_examples=2000)
 @given(st.integers(2, 4).flatmap(lambda num_stages: traffic(num_stages)))
 def test_every_request_is_answered_as_if_it_were_alone_by_stages_at_length(
+    case: tuple[Setting, list[Arrival]],
+) -> None:
+    check_traffic(case)
+
+
+WITH_IMAGES = st.sampled_from([1, 1, 2, 3]).flatmap(lambda num_stages: traffic(num_stages, with_images=True))
+
+
+@settings(max_examples=200)
+@given(WITH_IMAGES)
+def test_every_request_is_answered_as_if_it_were_alone_with_images(case: tuple[Setting, list[Arrival]]) -> None:
+    check_traffic(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(WITH_IMAGES)
+def test_every_request_is_answered_as_if_it_were_alone_with_images_at_length(
     case: tuple[Setting, list[Arrival]],
 ) -> None:
     check_traffic(case)
