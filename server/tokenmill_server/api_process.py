@@ -56,6 +56,7 @@ from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.engine_connections import EngineConnections
 from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.http_server import HttpServer
+from tokenmill_server.multimodal.chat import make_image_chats
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.tokenizer import load_tokenizer
@@ -117,7 +118,8 @@ def _tell(channel: ControlChannel[ApiControl], message: FromApiServer, run_dir: 
 
 
 def build_context(start: ApiServerStart) -> ServerContext:
-    """Everything the routes need. Raises ConfigError if the tokenizer or the template is unusable."""
+    """Everything the routes need. Raises ConfigError if the tokenizer, the template or the processor of images is
+    unusable."""
     config, model = start.server, start.engine.model
     tokenizer = load_tokenizer(model.tokenizer_path)
     inputs = InputProcessor(tokenizer, load_template(start), start.engine)
@@ -143,6 +145,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         fingerprint=_fingerprint(start),
         metrics=metrics,
         metrics_dir=os.environ["PROMETHEUS_MULTIPROC_DIR"],
+        images=make_image_chats(inputs, start.engine, config.media),
     )
 
 

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_server.multimodal.settings import MediaSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     log_level: str = "INFO"
     max_body_bytes: int = 32 * 1024 * 1024
+    media: MediaSettings = field(default_factory=MediaSettings)
 
 
 class LoadBalancing(StrEnum):

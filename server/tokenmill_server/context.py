@@ -10,6 +10,7 @@ from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
+from tokenmill_server.multimodal.chat import ImageChats
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.readiness import Readiness
@@ -33,6 +34,8 @@ class ServerContext:
     """Directory with the metrics of all processes."""
     remote_metrics: RemoteMetrics | None = None
     """Where some engine cores are on other machines."""
+    images: ImageChats | None = None
+    """None: the model takes text alone."""
 
     @property
     def model_name(self) -> str:

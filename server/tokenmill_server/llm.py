@@ -21,6 +21,7 @@ from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.values import FlagValues, offer_environment, offer_keywords
 from tokenmill_server.llm_inputs import Item, PromptInput, conversations_of, items_of, priorities_of, sampling_of
 from tokenmill_server.llm_outputs import RequestOutput, public_output
+from tokenmill_server.multimodal.chat import make_image_chats
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
@@ -46,6 +47,7 @@ class LLM:
         self.tokenizer = load_tokenizer(configuration.engine.model.tokenizer_path)
         self._default_sampling = SamplingParams(**configuration.server.default_sampling)
         self.input_processor = _input_processor(configuration, self.tokenizer)
+        self._images = make_image_chats(self.input_processor, configuration.engine, configuration.server.media)
         self.host = EngineHost(configuration.engine, self.tokenizer)
         """With `input_processor`, for tools that watch single steps."""
         self._num_requests = 0
@@ -102,8 +104,10 @@ class LLM:
             template_variables=chat_template_kwargs or {},
         )
         items = [
-            Item(text=self.input_processor.render_chat(conversation, options), add_special_tokens=False)
-            for conversation in conversations_of(messages)
+            Item(conversation=conversation, chat_options=options)
+            if conversation.images
+            else Item(text=self.input_processor.render_chat(conversation.messages, options), add_special_tokens=False)
+            for conversation in conversations_of(messages, takes_images=self._images is not None)
         ]
         return self._run(items, self._sampling_list(sampling_params, len(items)), [0] * len(items), use_tqdm=use_tqdm)
 
@@ -151,7 +155,10 @@ class LLM:
 
     async def _build(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> GenerationRequest:
         try:
-            if item.text is not None:
+            if item.conversation is not None and self._images is not None:
+                conversation = item.conversation
+                prompt = await self._images.encode(conversation.messages, conversation.images, item.chat_options)
+            elif item.text is not None:
                 prompt = await self.input_processor.encode_text(item.text, item.add_special_tokens)
             else:
                 prompt = self.input_processor.take_token_ids(item.token_ids)

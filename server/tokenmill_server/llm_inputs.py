@@ -12,7 +12,9 @@ import msgspec
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.multimodal.parts import ImageSource, content_with_images
 from tokenmill_server.processing.chat_template import Message, text_of_content
+from tokenmill_server.processing.input_processor import ChatOptions
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with optional `cache_salt`."""
@@ -25,13 +27,23 @@ _JSON_WORD = re.compile(r"\b(array|object|null)\b")
 
 
 @dataclass(slots=True, frozen=True)
+class Conversation:
+    """Messages with text contents; those with images have lists of parts."""
+
+    messages: list[Message]
+    images: list[ImageSource]
+
+
+@dataclass(slots=True, frozen=True)
 class Item:
-    """One prompt as the user gave it: text, or else token ids."""
+    """One prompt as the user gave it: text, else a conversation with images, else token ids."""
 
     text: str | None = None
     token_ids: Sequence[int] = ()
     add_special_tokens: bool = True
     cache_salt: str | None = None
+    conversation: Conversation | None = None
+    chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
 
 
 def items_of(prompts: PromptInput | Sequence[PromptInput]) -> list[Item]:
@@ -92,12 +104,14 @@ def _item(prompt: object, label: str) -> Item:
     return Item(token_ids=list(prompt["prompt_token_ids"]), cache_salt=salt)
 
 
-def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """The conversations of one call, with text contents.
+def conversations_of(
+    messages: Sequence[Message] | Sequence[Sequence[Message]], takes_images: bool = False
+) -> list[Conversation]:
+    """The conversations of one call.
 
     Raises:
         TypeError: something else was given.
-        InvalidRequestError: a message has no role, or content that is not text.
+        InvalidRequestError: a message has no role, or content that the model does not take.
     """
     if not _is_list(messages):
         raise TypeError(
@@ -105,22 +119,24 @@ def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
             f"got {_type_name(messages)}"
         )
     if messages and isinstance(messages[0], Mapping):
-        return [_checked_messages(messages)]
-    return [_checked_messages(conversation) for conversation in messages]
+        return [_conversation(messages, takes_images)]
+    return [_conversation(conversation, takes_images) for conversation in messages]
 
 
-def _checked_messages(conversation: object) -> list[Message]:
+def _conversation(conversation: object, takes_images: bool) -> Conversation:
     if not _is_list(conversation):
         raise TypeError(f"a conversation must be a list of messages; got {_type_name(conversation)}")
     checked: list[Message] = []
+    images: list[ImageSource] = []
     for index, message in enumerate(conversation):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequestError("every message is a mapping with a `role`", f"messages[{index}]")
-        content = text_of_content(message.get("content"), f"messages[{index}].content")
+        given, path = message.get("content"), f"messages[{index}].content"
+        content = content_with_images(given, path, images, local=True) if takes_images else text_of_content(given, path)
         checked.append({**message, "content": content})
     if not checked:
         raise InvalidRequestError("a conversation needs at least one message", "messages")
-    return checked
+    return Conversation(checked, images)
 
 
 def sampling_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -285,6 +285,7 @@ def _engine_requests(generation: Generation) -> list[AddRequest]:
             arrival_time=request.arrival_time,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            media=request.media,
         )
         for choice in generation.choices
     ]

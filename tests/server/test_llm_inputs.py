@@ -6,7 +6,7 @@ import pytest
 
 from tokenmill import SamplingParams
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_server.llm_inputs import Item, conversations_of, items_of, priorities_of, sampling_of
+from tokenmill_server.llm_inputs import Conversation, Item, conversations_of, items_of, priorities_of, sampling_of
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ def test_what_is_no_conversation(messages: Any) -> None:
 def test_conversations() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
     flat = [{"role": "user", "content": "Hi"}]
-    assert conversations_of([message]) == [flat]  # type: ignore[list-item]
-    assert conversations_of([[message], [message]]) == [flat, flat]  # type: ignore[list-item]
+    assert conversations_of([message]) == [Conversation(flat, [])]  # type: ignore[list-item]
+    assert conversations_of([[message], [message]]) == [Conversation(flat, [])] * 2  # type: ignore[list-item]

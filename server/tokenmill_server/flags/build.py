@@ -23,6 +23,7 @@ from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.config import Configuration, DataParallelConfig, FaultConfig, LoadBalancing, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
+from tokenmill_server.flags.media import resolve_media
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.flags.workers import engines_flag, resolve_workers
@@ -247,6 +248,7 @@ def _server_config(
             chat_template=_chat_template(values),
             default_sampling=_default_sampling(values, files),
             log_level=values["log_level"],
+            media=resolve_media(_section(values, "media"), files, values.stated("allowed_local_media_path")),
         )
     )
 

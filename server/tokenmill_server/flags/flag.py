@@ -16,6 +16,7 @@ class Group(StrEnum):
     FAULTS = "Faults"
     CACHE = "Cache"
     SCHEDULER = "Scheduler"
+    MULTIMODAL = "Multimodal"
     DEVICE = "Device"
     OBSERVABILITY = "Observability"
 

@@ -81,7 +81,7 @@ _ROWS = [
     _switch("use-tqdm-on-load", "true"),
     *_values("code-revision", "tokenizer-revision", "hf-config-path", "logits-processors", "pooler-config"),
     *_values("safetensors-load-strategy", "model-loader-extra-config", "ignore-patterns", "renderer-num-workers"),
-    *_values("allowed-local-media-path", "allowed-media-domains", "revision", "download-dir"),
+    *_values("revision", "download-dir"),
     *_switches("false", "enable-prompt-embeds", "skip-tokenizer-init", "disable-sliding-window", "enable-sleep-mode"),
     # Cache
     _value("kv-cache-dtype", "auto"),
@@ -107,7 +107,7 @@ _ROWS = [
     *_values("max-num-active-seqs", "max-num-scheduled-tokens", "max-num-queued-reqs", "max-num-queued-tokens"),
     *_values("scheduler-cls", "max-num-partial-prefills", "max-long-partial-prefills"),
     # Multimodal, LoRA, speculation, structured output
-    *_values("limit-mm-per-prompt", "media-io-kwargs", "mm-processor-kwargs", "mm-processor-cache-gb"),
+    *_values("media-io-kwargs", "mm-processor-kwargs", "mm-processor-cache-gb"),
     *_values("mm-processor-cache-type", "mm-shm-cache-max-object-size-mb", "mm-encoder-tp-mode", "video-pruning-rate"),
     *_switches("false", "enable-mm-embeds", "skip-mm-profiling", "interleave-mm-strings", "language-model-only"),
     *_switches("false", "enable-lora", "fully-sharded-loras"),

@@ -32,11 +32,11 @@ class Picture:
 
     @property
     def height(self) -> int:
-        return self.pixels.shape[0]
+        return int(self.pixels.shape[0])
 
     @property
     def width(self) -> int:
-        return self.pixels.shape[1]
+        return int(self.pixels.shape[1])
 
 
 def decode(data: bytes, max_pixels: int) -> Picture:

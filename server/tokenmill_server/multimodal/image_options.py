@@ -110,10 +110,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
     if given:
         return given, str(file)
     file = folder / "processor_config.json"
-    given = read_optional_json(file).get("image_processor")
-    if isinstance(given, dict) and given:
-        return given, str(file)
-    raise ConfigError(f"{folder} has no preprocessor_config.json, which says how images are prepared")
+    inner = read_optional_json(file).get("image_processor")
+    if isinstance(inner, dict) and inner:
+        return inner, str(file)
+    raise ConfigError(
+        f"{folder} has no preprocessor_config.json, which says how images are prepared; add the model's, or take text "
+        """alone with --limit-mm-per-prompt '{"image": 0}'"""
+    )
 
 
 def _method(given: Mapping[str, Any], media: MediaConfig, source: str) -> Method:
@@ -141,7 +144,9 @@ def _qwen2_vl(values: Mapping[str, Any], media: MediaConfig, source: str, common
             raise ConfigError(f"{source}: {name} is {prepared}, but {wanted} in config.json")
     return ImageOptions(
         **common,
-        **{name: prepared for name, (prepared, _) in sizes.items()},
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
         min_pixels=int(values.get("min_pixels") or size["shortest_edge"]),
         max_pixels=int(values.get("max_pixels") or size["longest_edge"]),
     )

@@ -1,6 +1,7 @@
 """Renders a conversation with the model's own Jinja template, as transformers does, in a sandbox.
 
-Knows nothing of HTTP or tokens. Messages are plain dicts `{"role": ..., "content": ..., ...}` with text content.
+Knows nothing of HTTP or tokens. Messages are plain dicts `{"role": ..., "content": ..., ...}` with text content, or
+with a list of parts where they have images.
 """
 
 import json
@@ -23,6 +24,10 @@ Message = dict[str, Any]
 RESERVED_NAMES = frozenset({"self", "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE})
 """What templates find without being given it: no variable may have such a name."""
 
+_TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
+_PROBE = "tokenmill-probe"
+_PROBE_LIST = [{"type": "text", "text": _PROBE}]
+
 
 class ChatTemplate:
     """One compiled template and the special tokens it may print."""
@@ -38,6 +43,8 @@ class ChatTemplate:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
+        self._needs_lists = self._shows(_PROBE_LIST) and not self._shows(_PROBE)
+        """It leaves out what is not in a list of parts, as templates of some models with images do."""
 
     def render(self, messages: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """The prompt text. `variables` are visible to the template beside its own.
@@ -45,13 +52,24 @@ class ChatTemplate:
         Raises InvalidRequestError, with the template's own words, if the template rejects the conversation.
         """
         shown = messages if self._knows_developer else [_without_developer_role(message) for message in messages]
+        if self._needs_lists:
+            shown = [_with_parts(message) for message in shown]
         given = {"messages": shown, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**self._tokens, **variables, **given})
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(f"the chat template fails on this conversation: {error}", "messages") from error
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a message with this content leaves a trace."""
+        message = {"role": "user", "content": content}
+        given = {"messages": [message], "add_generation_prompt": False}
+        try:
+            return _PROBE in self._template.render({**self._tokens, **given})
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
+            return False
 
     def render_continuation(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
         """The prompt that ends with exactly the text of the last message, so that generation carries it on.
@@ -77,6 +95,17 @@ class ChatTemplate:
 def _without_developer_role(message: Message) -> Message:
     """OpenAI renamed the system role; templates that never heard of it see the old name."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def text_of_message(message: Message) -> str:
+    """All text of a message's content."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -118,7 +147,7 @@ def _strftime_now(format_string: str) -> str:
     return datetime.now().strftime(format_string)
 
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def text_of_content(content: Any, path: str) -> str | None:
@@ -140,7 +169,7 @@ def text_of_content(content: Any, path: str) -> str | None:
             raise InvalidRequestError(
                 f"a content part is an object with a 'type', got {shown(part)}", f"{path}[{index}].type"
             )
-        if kind not in _TEXT_PARTS:
+        if kind not in TEXT_PARTS:
             raise InvalidRequestError(
                 f"content parts of type {shown(kind)} are not supported; this server takes text only",
                 f"{path}[{index}].type",

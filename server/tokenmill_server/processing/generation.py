@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokenmill_engine.messages import FinishReason, SamplingParams
+from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,6 +21,8 @@ class GenerationRequest:
     """The prompt's text where it was given as text."""
     priority: int = 0
     cache_salt: str | None = None
+    media: tuple[MediaItem, ...] = ()
+    """Images, and where they stand in the prompt."""
 
 
 @dataclass(slots=True)

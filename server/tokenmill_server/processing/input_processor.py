@@ -13,8 +13,8 @@ import msgspec
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
-from tokenmill_engine.messages import SamplingParams
-from tokenmill_server.processing.chat_template import ChatTemplate, Message
+from tokenmill_engine.messages import MediaItem, SamplingParams
+from tokenmill_server.processing.chat_template import ChatTemplate, Message, text_of_message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.sampling_checks import (
     check_priority,
@@ -42,6 +42,8 @@ class Prompt:
     text: str | None = None
     param: str = "prompt"
     """The request field it came from."""
+    media: tuple[MediaItem, ...] = ()
+    """Ascending by offset."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,7 +100,7 @@ class InputProcessor:
             self.check_text_length(longest, self.max_model_len, param)
         batch = await self.tokenizer.encode_many(texts, add_special_tokens)
         return [
-            Prompt(self._truncated(token_ids, truncation), text, param)
+            Prompt(self.truncated(token_ids, truncation), text, param)
             for text, token_ids in zip(texts, batch, strict=True)
         ]
 
@@ -110,8 +112,8 @@ class InputProcessor:
         Raises InvalidRequestError for an id outside the vocabulary among those that are kept, ContextLengthError for
         more than the model takes.
         """
-        kept = self._truncated(token_ids, truncation)
-        self._check_fits(len(kept), param)
+        kept = self.truncated(token_ids, truncation)
+        self.check_fits(len(kept), param)
         check_token_ids(kept, self.vocab_size, param)
         return Prompt(kept, param=param)
 
@@ -131,7 +133,7 @@ class InputProcessor:
 
     async def chat_text(self, messages: list[Message], options: ChatOptions) -> str:
         """Like `render_chat`, without blocking the event loop for long."""
-        size = sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
+        size = sum(len(text_of_message(message)) + _CHARS_PER_MESSAGE for message in messages)
         if size <= _MAX_INLINE_CHAT_CHARS:
             return self.render_chat(messages, options)
         return await asyncio.to_thread(self.render_chat, messages, options)
@@ -173,6 +175,7 @@ class InputProcessor:
             prompt=prompt.text,
             priority=priority,
             cache_salt=cache_salt,
+            media=prompt.media,
         )
 
     def _fitted(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
@@ -207,7 +210,7 @@ class InputProcessor:
         num_prompt_tokens = len(prompt.token_ids)
         if num_prompt_tokens == 0:
             raise InvalidRequestError("the prompt is empty", prompt.param)
-        self._check_fits(num_prompt_tokens, prompt.param)
+        self.check_fits(num_prompt_tokens, prompt.param)
         room = self.max_model_len - num_prompt_tokens
         if wanted is not None and wanted > self.max_model_len:
             raise InvalidRequestError(
@@ -216,7 +219,8 @@ class InputProcessor:
             )
         return room if wanted is None else min(wanted, room)
 
-    def _check_fits(self, num_prompt_tokens: int, param: str) -> None:
+    def check_fits(self, num_prompt_tokens: int, param: str) -> None:
+        """Raises ContextLengthError for a prompt of so many tokens if that leaves no room for another."""
         if num_prompt_tokens >= self.max_model_len:
             raise ContextLengthError(
                 f"this model's maximum context length is {self.max_model_len} tokens and the prompt alone has "
@@ -235,7 +239,8 @@ class InputProcessor:
                     sequences[token_ids] = None
         return tuple(sequences)
 
-    def _truncated(self, token_ids: Sequence[int], truncation: Truncation | None) -> Sequence[int]:
+    def truncated(self, token_ids: Sequence[int], truncation: Truncation | None) -> Sequence[int]:
+        """What is left of a prompt. Raises InvalidRequestError for more than the model takes."""
         if truncation is None:
             return token_ids
         limit = self.max_model_len - 1 if truncation.max_tokens == -1 else truncation.max_tokens

@@ -3,6 +3,8 @@
 from fastapi import Request
 from starlette.responses import Response
 
+from tokenmill_server.multimodal.parts import ImageSource
+from tokenmill_server.processing.chat_template import text_of_message
 from tokenmill_server.processing.sampling_checks import check_num_prompt_logprobs
 from tokenmill_server.protocol.chat import ChatRequest, chat_options, parse_messages
 from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
@@ -17,7 +19,8 @@ async def create_chat_completion(request: Request) -> Response:
     """Continues a conversation."""
     call, fields = await open_call(request, ChatRequest)
     inputs, defaults = call.context.inputs, call.context.config.default_sampling
-    messages = parse_messages(fields.messages)
+    images: list[ImageSource] = []
+    messages = parse_messages(fields.messages, None if call.context.images is None else images)
     options = chat_options(fields, inputs.template_variables)
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:
@@ -28,7 +31,11 @@ async def create_chat_completion(request: Request) -> Response:
         logprobs=fields.num_top_logprobs(),
         prompt_logprobs=fields.prompt_logprobs,
     )
-    prompt = await inputs.encode_chat(messages, options, fields.truncation())
+    if images and call.context.images is not None:
+        work = call.context.images.encode(messages, images, options, fields.truncation())
+        prompt = await while_connected(request, work)
+    else:
+        prompt = await inputs.encode_chat(messages, options, fields.truncation())
     generation_request = inputs.build(
         prompt,
         sampling,
@@ -40,13 +47,12 @@ async def create_chat_completion(request: Request) -> Response:
     check_num_prompt_logprobs(len(prompt.token_ids), generation_request.sampling, "prompt_logprobs")
     head = call.head("chatcmpl")
     formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
-    echo = messages[-1]["content"] if fields.echo and messages[-1]["role"] == "assistant" else ""
+    echo = text_of_message(messages[-1]) if fields.echo and messages[-1]["role"] == "assistant" else ""
     if fields.stream:
         session = call.session(fields, head, "chat.completion.chunk")
         shape = ChatShape(formatter, echo)
         return call.stream(session, [generation_request], lambda _: ChoiceStream(session, shape, sampling.n))
-    work = call.context.generator.complete(generation_request, call.pinned_engine)
-    output = await while_connected(request, work)
+    output = await while_connected(request, call.context.generator.complete(generation_request, call.pinned_engine))
     return await large_json_reply(
         lambda: chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)),
         num_logprobs([output]),

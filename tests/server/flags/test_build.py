@@ -33,6 +33,7 @@ def field(configuration: Configuration, destination: str) -> Any:
         "server": configuration.server,
         "data_parallel": configuration.data_parallel,
         "faults": configuration.faults,
+        "media": configuration.server.media,
     }
     owner: Any = owners.get(section, configuration.engine)
     if section not in (*owners, "engine"):
@@ -101,6 +102,14 @@ CASES = [
     (["--target-itl-ms", "12.5"], "scheduler.target_itl_ms", 12.5),
     (["--scheduling-policy", "priority"], "scheduler.policy", "priority"),
     (["--no-async-scheduling"], "scheduler.async_scheduling", False),
+    (["--limit-mm-per-prompt", '{"image": 4}'], "media.max_images", 4),
+    (["--allowed-media-domains", "a.example", "B.example"], "media.allowed_domains", ("a.example", "b.example")),
+    (["--allowed-local-media-path", "/"], "media.local_path", "/"),
+    (["--media-loading-threads", "3"], "media.loading_threads", 3),
+    (["--image-fetch-timeout", "2.5"], "media.fetch_timeout_s", 2.5),
+    (["--max-media-bytes", "8M"], "media.max_bytes", 8 * 2**20),
+    (["--max-image-pixels", "1m"], "media.max_pixels", 10**6),
+    (["--no-media-url-allow-redirects"], "media.allow_redirects", False),
     (["--enforce-eager"], "device.enforce_eager", True),
     (["--disable-log-stats"], "observability.log_stats", False),
     (["--disable-log-stats"], "observability.metrics_namespaces", ()),

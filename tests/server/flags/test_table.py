@@ -11,6 +11,7 @@ from tokenmill_server.config import DataParallelConfig, FaultConfig, ServerConfi
 from tokenmill_server.flags.flag import Flag
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
+from tokenmill_server.multimodal.settings import MediaSettings
 
 SECTIONS: dict[str, Any] = {
     "engine": engine_config.EngineConfig,
@@ -23,6 +24,7 @@ SECTIONS: dict[str, Any] = {
     "server": ServerConfig,
     "data_parallel": DataParallelConfig,
     "faults": FaultConfig,
+    "media": MediaSettings,
 }
 
 

@@ -1,0 +1,153 @@
+"""Flags of images, and what is checked of them before anything loads."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tokenmill_engine.config.model_files import ModelFiles
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
+from tokenmill_server.flags.parsers import boolean, integer, number, path_text, text_list
+from tokenmill_server.multimodal.image_options import read_image_options
+from tokenmill_server.multimodal.settings import MIB, MediaSettings
+
+_OTHER_MODALITIES = ("video", "audio")
+_WANTED = 'how many images a request may have, such as {"image": 4}'
+_MAX_THREADS = 1024
+_DEFAULTS = MediaSettings()
+
+
+def image_limit(value: object) -> int:
+    """The number of images in a mapping, in JSON, or as `image=4`. Sizes beside the count are hints that nothing here
+    needs."""
+    if isinstance(value, str):
+        name, equals, count = value.partition("=")
+        try:
+            value = {name.strip(): int(count)} if equals and name.strip().isalpha() else json.loads(value)
+        except ValueError:
+            raise ValueError(_WANTED) from None
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = {"image": value}
+    if not isinstance(value, dict) or not set(value) <= {"image", *_OTHER_MODALITIES}:
+        raise ValueError(_WANTED)
+    counts: dict[str, Any] = {
+        name: each.get("count") if isinstance(each, dict) else each for name, each in value.items()
+    }
+    if any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in counts.values()):
+        raise ValueError(_WANTED)
+    if any(counts.get(name) for name in _OTHER_MODALITIES):
+        raise ValueError(f"{_WANTED}; video and audio are not supported yet, their limit is 0")
+    return int(counts.get("image", _DEFAULTS.max_images))
+
+
+def domain_list(value: object) -> tuple[str, ...]:
+    """Names of hosts: no addresses of pages, no ports."""
+    wanted = "names of hosts such as images.example.com, without https:// and without a port"
+    names = text_list(value.split(",") if isinstance(value, str) else value)
+    domains = []
+    for name in names:
+        try:
+            host = name.strip().strip("[]").rstrip(".")
+            domain = host if ":" in host else host.encode("idna").decode("ascii")
+        except UnicodeError:
+            raise ValueError(wanted) from None
+        if not domain or set(domain) & set("/@*?# ") or ("." in domain and ":" in domain and "[" not in name):
+            raise ValueError(wanted)
+        domains.append(domain.lower())
+    return tuple(dict.fromkeys(domains))
+
+
+MEDIA = (
+    Flag(
+        "limit-mm-per-prompt",
+        Group.MULTIMODAL,
+        image_limit,
+        None,
+        'Most images in a request, as JSON: {"image": 4}; 0 for text alone. Default: 999',
+        "media.max_images",
+        metavar="JSON",
+    ),
+    Flag(
+        "allowed-media-domains",
+        Group.MULTIMODAL,
+        domain_list,
+        (),
+        "Hosts that images may be fetched from, also ones in a private network; redirects are held to it. "
+        "Default: every host with a public address",
+        "media.allowed_domains",
+        metavar="HOST",
+        arity=Arity.MANY,
+    ),
+    Flag(
+        "allowed-local-media-path",
+        Group.MULTIMODAL,
+        path_text,
+        None,
+        "Folder whose files requests may name by file: addresses. Default: none",
+        "media.local_path",
+        metavar="FOLDER",
+    ),
+    Flag(
+        "media-loading-threads",
+        Group.MULTIMODAL,
+        integer(1, _MAX_THREADS),
+        8,
+        "Threads of an API server that decode and prepare images",
+        "media.loading_threads",
+        metavar="N",
+        env=(EnvAlias("VLLM_MEDIA_LOADING_THREAD_COUNT"),),
+    ),
+    Flag(
+        "image-fetch-timeout",
+        Group.MULTIMODAL,
+        number(0, math.inf, exclude_minimum=True),
+        5.0,
+        "Seconds that fetching an image may take, redirects included",
+        "media.fetch_timeout_s",
+        metavar="SECONDS",
+        env=(EnvAlias("VLLM_IMAGE_FETCH_TIMEOUT"),),
+    ),
+    Flag(
+        "max-media-bytes",
+        Group.MULTIMODAL,
+        integer(1),
+        256 * MIB,
+        "Most bytes of the image files of a request together (8M, 500k)",
+        "media.max_bytes",
+        metavar="BYTES",
+        env=(EnvAlias("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", unit=MIB),),
+    ),
+    Flag(
+        "max-image-pixels",
+        Group.MULTIMODAL,
+        integer(1, _DEFAULTS.max_pixels),
+        _DEFAULTS.max_pixels,
+        "Most pixels of an image, known before it is decoded",
+        "media.max_pixels",
+        metavar="N",
+    ),
+    Flag(
+        "media-url-allow-redirects",
+        Group.MULTIMODAL,
+        boolean,
+        True,
+        "Follow redirects of hosts that images are fetched from, five at most; each is checked like the first address",
+        "media.allow_redirects",
+        arity=Arity.SWITCH,
+        env=(EnvAlias("VLLM_MEDIA_URL_ALLOW_REDIRECTS"),),
+    ),
+)
+
+
+def resolve_media(fields: dict[str, Any], files: ModelFiles, stated_path: str) -> MediaSettings:
+    """Settings from the values of the flags. `stated_path` is --allowed-local-media-path as the user wrote it.
+
+    Raises ConfigError if the folder is none, or if the model's images cannot be prepared.
+    """
+    settings = MediaSettings(**fields)
+    if settings.local_path is not None and not Path(settings.local_path).expanduser().is_dir():
+        raise ConfigError(f"{stated_path} is not a folder; name one that is there")
+    if files.media is not None and settings.max_images > 0:
+        read_image_options(Path(files.path), files.media)
+    return settings

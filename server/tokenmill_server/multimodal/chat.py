@@ -1,0 +1,88 @@
+"""From a conversation with images to a prompt with images: joins templates and tokenizer with the loading of media."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.multimodal.image_options import read_image_options
+from tokenmill_server.multimodal.loader import MediaLoader
+from tokenmill_server.multimodal.parts import ImageSource, check_num_images
+from tokenmill_server.multimodal.processor import ImageProcessor
+from tokenmill_server.multimodal.prompts import Placeholders, TypedTokens
+from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.processing.chat_template import Message
+from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor, Prompt, Truncation
+
+
+@dataclass(slots=True, frozen=True)
+class ImageLimits:
+    """What a request may have."""
+
+    max_images: int
+    max_image_tokens: int
+
+
+class ImageChats:
+    """Images of one model, in one process."""
+
+    def __init__(
+        self, inputs: InputProcessor, placeholders: Placeholders, loader: MediaLoader, limits: ImageLimits
+    ) -> None:
+        self._inputs = inputs
+        self._placeholders = placeholders
+        self._loader = loader
+        self._limits = limits
+
+    async def encode(
+        self,
+        messages: list[Message],
+        images: list[ImageSource],
+        options: ChatOptions,
+        truncation: Truncation | None = None,
+    ) -> Prompt:
+        """Like `InputProcessor.encode_chat`, for messages with `images` in their contents.
+
+        Raises InvalidRequestError for an image that cannot be had, and if the prompt would have to be cut.
+        """
+        if not images:
+            return await self._inputs.encode_chat(messages, options, truncation)
+        check_num_images(images, self._limits.max_images)
+        placeholders, typed = self._placeholders, TypedTokens(self._placeholders.token)
+        hidden = placeholders.prepared(typed.hidden(messages))
+        variables = typed.hidden(options.template_variables)
+        rendered = await self._inputs.chat_text(hidden, replace(options, template_variables=variables))
+        text, are_images = typed.shown(rendered, len(images))
+        # Whatever is wrong with the text is known before any image is fetched.
+        prompt = await self._inputs.encode_text(text, options.add_special_tokens, param="messages")
+        self._inputs.check_fits(len(prompt.token_ids), prompt.param)
+        prepared = await self._loader.load(images)
+        for source, image in zip(images, prepared, strict=True):
+            if image.num_tokens > self._limits.max_image_tokens:
+                raise InvalidRequestError(
+                    f"the image takes {image.num_tokens} tokens, and the engine holds {self._limits.max_image_tokens} "
+                    "of one image; send a smaller one",
+                    source.param,
+                )
+        token_ids, media = placeholders.expand(prompt.token_ids, are_images, prepared)
+        if truncation is not None and len(self._inputs.truncated(token_ids, truncation)) < len(token_ids):
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens, and prompts with images are not truncated",
+                "truncate_prompt_tokens",
+            )
+        return replace(prompt, token_ids=token_ids, media=media)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._loader.close()
+
+
+def make_image_chats(inputs: InputProcessor, engine: EngineConfig, settings: MediaSettings) -> ImageChats | None:
+    """None for a model that takes text alone, or is told to. Raises ConfigError if its images cannot be prepared."""
+    media = engine.model.media
+    if media is None or settings.max_images == 0:
+        return None
+    processor = ImageProcessor(media, read_image_options(Path(engine.model.path), media))
+    placeholders = Placeholders(media, inputs.tokenizer, inputs.template)
+    limits = ImageLimits(settings.max_images, engine.scheduler.max_item_tokens)
+    return ImageChats(inputs, placeholders, MediaLoader(processor, settings), limits)

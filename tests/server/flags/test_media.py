@@ -1,0 +1,90 @@
+"""Flags of images."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_media_models import cached_tiny_media_model, make_tiny_media_model
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.config import Configuration
+from tokenmill_server.flags.build import build_configuration
+from tokenmill_server.flags.command_line import read_flags
+from tokenmill_server.flags.media import domain_list, image_limit
+
+
+def configure(*arguments: str, **environment: str) -> Configuration:
+    return build_configuration(read_flags(["--device", "cpu", *arguments], environment))
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [
+        ('{"image": 4}', 4),
+        ("image=4", 4),
+        ({"image": 4, "video": 0}, 4),
+        ('{"image": {"count": 5, "width": 512, "height": 512}}', 5),
+        ('{"image": 0}', 0),
+        ("{}", 999),
+        ('{"video": 0, "audio": 0}', 999),
+    ],
+)
+def test_limits(value: Any, limit: int) -> None:
+    assert image_limit(value) == limit
+
+
+@pytest.mark.parametrize(
+    "value", ["", "image", "image=x", '{"image": -1}', '{"image": "4"}', "[1]", '{"pdf": 1}', True]
+)
+def test_what_is_no_limit(value: Any) -> None:
+    with pytest.raises(ValueError, match="how many images"):
+        image_limit(value)
+
+
+def test_other_modalities_are_refused() -> None:
+    with pytest.raises(ConfigError, match="video and audio are not supported yet"):
+        configure("--limit-mm-per-prompt", '{"image": 2, "video": 1}')
+
+
+def test_domains() -> None:
+    assert domain_list("a.example,B.example.") == ("a.example", "b.example")
+    assert domain_list(["Bücher.example", "10.0.0.7", "::1"]) == ("xn--bcher-kva.example", "10.0.0.7", "::1")
+    for value in (
+        "https://a.example",
+        "a.example/x",
+        "a.example:80",
+        "*.example",
+        "u@a.example",
+        "a" * 70 + ".example",
+    ):
+        with pytest.raises(ValueError, match="without https"):
+            domain_list(value)
+
+
+def test_variables_of_vllm() -> None:
+    media = configure(
+        VLLM_MEDIA_LOADING_THREAD_COUNT="2",
+        VLLM_IMAGE_FETCH_TIMEOUT="7",
+        VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB="3",
+        VLLM_MEDIA_URL_ALLOW_REDIRECTS="0",
+    ).server.media
+    assert (media.loading_threads, media.fetch_timeout_s, media.max_bytes) == (2, 7.0, 3 * 2**20)
+    assert media.allow_redirects is False
+
+
+def test_the_folder_must_be_there() -> None:
+    with pytest.raises(ConfigError, match="--allowed-local-media-path /nowhere is not a folder"):
+        configure("--allowed-local-media-path", "/nowhere")
+
+
+def test_how_images_are_prepared_must_be_known_at_start(tmp_path: Any) -> None:
+    folder = make_tiny_media_model(tmp_path / "model", "qwen2_vl")
+    assert configure("--model", str(folder)).engine.model.media is not None
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match=re.escape("""--limit-mm-per-prompt '{"image": 0}'""")):
+        configure("--model", str(folder))
+    assert configure("--model", str(folder), "--limit-mm-per-prompt", '{"image": 0}').server.media.max_images == 0
+
+
+def test_llava() -> None:
+    assert configure("--model", str(cached_tiny_media_model("llava"))).engine.model.media is not None
