@@ -84,6 +84,7 @@ class TextGenerator:
             num_sequences=request.sampling.n,
             cache_salt=request.cache_salt,
             reads_cache=request.sampling.prompt_logprobs is None,
+            media=request.media,
         )
         engine = self._client.choose_engine(prompt, pinned_engine)
         generation = Generation(request, listener, self._tokenizer, engine)

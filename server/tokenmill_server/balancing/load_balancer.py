@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_engine.messages import EngineLoad
+from tokenmill_engine.messages import EngineLoad, MediaItem
 from tokenmill_server.balancing.cached_blocks import CachedBlocks
 from tokenmill_server.balancing.home_rank import home_rank, share_of
 from tokenmill_server.balancing.prompt_blocks import PromptBlocks, name_blocks
@@ -84,12 +84,17 @@ class LoadBalancer:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def describe(
-        self, token_ids: Sequence[int], num_sequences: int = 1, cache_salt: str | None = None, reads_cache: bool = True
+        self,
+        token_ids: Sequence[int],
+        num_sequences: int = 1,
+        cache_salt: str | None = None,
+        reads_cache: bool = True,
+        media: Sequence[MediaItem] = (),
     ) -> PromptBlocks:
         """What `choose` and `sent` want to know of a prompt."""
         if self._block_size is None or not reads_cache:
             return PromptBlocks(len(token_ids), num_sequences)
-        return PromptBlocks(len(token_ids), num_sequences, name_blocks(token_ids, self._block_size, cache_salt))
+        return PromptBlocks(len(token_ids), num_sequences, name_blocks(token_ids, self._block_size, cache_salt, media))
 
     def choose(self, prompt: PromptBlocks, pinned: int | None = None) -> int:
         """The engine for a prompt, or `pinned` itself. If all are lost, one of them.

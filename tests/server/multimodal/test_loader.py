@@ -1,0 +1,96 @@
+"""Images of requests: where the work is done, and what becomes of it when one fails."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.media_host import answer, media_host
+from tests.support.pictures import encoded, noise, picture_url
+from tests.support.tiny_media_models import cached_tiny_media_model
+from tokenmill_engine.config.model_files import resolve_model
+from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.decode import Picture
+from tokenmill_server.multimodal.image_options import read_image_options
+from tokenmill_server.multimodal.loader import MediaLoader
+from tokenmill_server.multimodal.parts import ImageSource
+from tokenmill_server.multimodal.processor import Detail, ImageProcessor, PreparedImage
+from tokenmill_server.multimodal.settings import MediaSettings
+
+SETTINGS = MediaSettings(loading_threads=2, allowed_domains=("localhost",), fetch_timeout_s=60.0, max_pixels=10_000)
+
+
+class WatchedProcessor(ImageProcessor):
+    """Remembers the threads it works in."""
+
+    def __init__(self) -> None:
+        folder = Path(cached_tiny_media_model("qwen2_vl"))
+        media = resolve_model(str(folder)).media
+        assert media is not None
+        super().__init__(media, read_image_options(folder, media))
+        self.threads: list[threading.Thread] = []
+
+    def prepare(self, picture: Picture, detail: Detail = "auto") -> PreparedImage:
+        self.threads.append(threading.current_thread())
+        return super().prepare(picture, detail)
+
+
+@pytest.fixture
+def processor() -> WatchedProcessor:
+    return WatchedProcessor()
+
+
+@pytest.fixture
+def loader(processor: WatchedProcessor) -> Iterator[MediaLoader]:
+    loader = MediaLoader(processor, SETTINGS)
+    yield loader
+    loader.close()
+
+
+def source(image: str | Image.Image, index: int = 0) -> ImageSource:
+    return ImageSource(image, "auto", f"image {index}")
+
+
+def test_images_are_in_the_order_of_the_request(loader: MediaLoader, processor: WatchedProcessor) -> None:
+    """And the work is done in the loader's own threads, no more of them than it may have."""
+    sizes = [(20, 30), (16, 16), (64, 8), (8, 64), (40, 40), (9, 9)]
+    with media_host(picture=answer(encoded(noise(33, 21)))) as host:
+        sources = [source(picture_url(*size)) for size in sizes] + [source(host.url("/picture"))]
+        images = asyncio.run(loader.load(sources))
+    for size, image in zip([*sizes, (33, 21)], images, strict=True):
+        assert image == processor.prepare(Picture(noise(*size)))
+    used = {thread for thread in processor.threads if thread is not threading.current_thread()}
+    assert 1 <= len(used) <= 2
+    assert all(thread.name.startswith("media") for thread in used)
+
+
+def test_images_of_the_program_itself(loader: MediaLoader, processor: WatchedProcessor) -> None:
+    pixels = noise(20, 30)
+    given = Image.fromarray(pixels).convert("RGBA")
+    (image,) = asyncio.run(loader.load([source(given)]))
+    assert image == processor.prepare(Picture(pixels))
+    assert (given.mode, np.asarray(given).shape) == ("RGBA", (20, 30, 4))
+    with pytest.raises(MediaError, match="--max-image-pixels"):
+        asyncio.run(loader.load([source(Image.new("RGB", (101, 100)))]))
+
+
+def test_one_that_fails_ends_the_others(loader: MediaLoader) -> None:
+    """A host that never answers is not waited for."""
+    with media_host() as host:
+        host.pages["/never"] = lambda connection: host.stopped.wait() and None
+        with pytest.raises(MediaError, match="no image that can be read") as failure:
+            asyncio.run(loader.load([source(host.url("/never")), source("data:,x", 1)]))
+    assert failure.value.param == "image 1"
+
+
+def test_all_images_of_a_request_share_its_bytes(processor: WatchedProcessor) -> None:
+    url = picture_url(20, 30)
+    loader = MediaLoader(processor, MediaSettings(max_bytes=5000))
+    assert len(asyncio.run(loader.load([source(url)] * 2))) == 2
+    with pytest.raises(MediaError, match="--max-media-bytes"):
+        asyncio.run(loader.load([source(url)] * 3))
+    loader.close()
