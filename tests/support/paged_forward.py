@@ -70,5 +70,12 @@ class PagedForward:
             max_seq_len=max(lengths),
         )
 
+    def share(self, source: str, name: str, num_tokens: int) -> None:
+        """The new request `name` begins with the first tokens of `source`, in the same blocks, a whole number."""
+        num_blocks, rest = divmod(num_tokens, self._block_size)
+        if rest or num_tokens > self._lengths[source]:
+            raise ValueError(f"{num_tokens} tokens are no whole computed blocks")
+        self._tables[name], self._lengths[name] = self._tables[source][:num_blocks], num_tokens
+
     def _int32(self, values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -1,0 +1,170 @@
+"""Drives a model that looks at images as `PagedForward` does one of text, and asks transformers for the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.paged_forward import PagedForward
+from tests.support.tiny_media_models import LLAVA_IMAGE_SIZE, MERGE_SIZE, PATCH_SIZE, TEMPORAL_PATCH_SIZE
+from tests.support.tiny_models import VOCAB_SIZE
+from tokenmill_engine.attention.batch import ForwardBatch, MediaRows
+from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.models.media_decoder import MediaDecoder
+from tokenmill_engine.models.vision.encoder import ImageInput
+from tokenmill_engine.mrope import Grid, mrope_positions
+
+_TEXT_TOKENS = VOCAB_SIZE - 12
+"""Ids below that stand for text."""
+
+
+def random_image(media: MediaConfig, grid: Grid, seed: int) -> ImageInput:
+    """A prepared image; models with one size of image have no use for the grid."""
+    generator = torch.Generator().manual_seed(seed)
+    if media.kind == "llava":
+        return ImageInput(torch.randn(3, LLAVA_IMAGE_SIZE, LLAVA_IMAGE_SIZE, generator=generator))
+    size = (int(np.prod(grid)), 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2)
+    return ImageInput(torch.randn(size, generator=generator), grid)
+
+
+def num_placeholders(media: MediaConfig, image: ImageInput) -> int:
+    if image.grid is None:
+        assert media.vision.tokens_per_image is not None
+        return media.vision.tokens_per_image
+    return int(np.prod(image.grid)) // MERGE_SIZE**2
+
+
+@dataclass(slots=True)
+class MediaPrompt:
+    """Token ids, and the images with the place of the first placeholder of each."""
+
+    tokens: list[int]
+    images: list[tuple[int, ImageInput]]
+
+    def positions(self, media: MediaConfig) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
+        """[3, num_tokens], and what to add for later tokens."""
+        grids = [(offset, image.grid) for offset, image in self.images if image.grid is not None]
+        return mrope_positions(len(self.tokens), grids, media.vision.spatial_merge_size)
+
+
+def prompt(media: MediaConfig, parts: Sequence[int | ImageInput], seed: int = 0) -> MediaPrompt:
+    """As many random tokens of text as a number says, and images between them."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    images: list[tuple[int, ImageInput]] = []
+    for part in parts:
+        if isinstance(part, ImageInput):
+            images.append((len(tokens), part))
+            tokens += [media.image_token_id] * num_placeholders(media, part)
+        else:
+            tokens += rng.integers(3, _TEXT_TOKENS, part).tolist()
+    return MediaPrompt(tokens, images)
+
+
+class MediaForward:
+    """Requests named by strings, which begin with a prompt each."""
+
+    def __init__(self, model: MediaDecoder, media: MediaConfig, prompts: dict[str, MediaPrompt], block_size: int = 16):
+        self.paged = PagedForward(model, block_size=block_size)
+        self._model, self._media = model, media
+        self._prompts = prompts
+        self.done = dict.fromkeys(prompts, 0)
+        self._places = {name: text.positions(media) for name, text in prompts.items()}
+        self._rows = {
+            name: list(zip((offset for offset, _ in text.images), rows, strict=True))
+            for name, text in prompts.items()
+            for rows in [model.encode([image for _, image in text.images])]
+        }
+
+    def step(self, work: Sequence[tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Computes the next tokens of each request; logits [num_tokens, vocab_size] by request."""
+        ordered = sorted(work, key=lambda item: len(item[1]) != 1)
+        batch = self.prepare(ordered)
+        hidden = self._model.forward(batch, self.paged.kv_caches)
+        pieces = self._model.compute_logits(hidden).split([len(tokens) for _, tokens in ordered])
+        return {name: piece for (name, _), piece in zip(ordered, pieces, strict=True)}
+
+    def chunk(self, name: str, count: int) -> tuple[str, Sequence[int]]:
+        """The next `count` tokens of a prompt, for `step`."""
+        return name, self._prompts[name].tokens[self.done[name] : self.done[name] + count]
+
+    def prepare(self, work: Sequence[tuple[str, Sequence[int]]]) -> ForwardBatch:
+        """As in `PagedForward`, with images and positions."""
+        batch = self.paged.prepare(work)
+        places: list[np.ndarray[Any, Any]] = []
+        tokens: list[int] = []
+        rows: list[torch.Tensor] = []
+        start = 0
+        for name, new in work:
+            first = self.done[name]
+            last = self.done[name] = first + len(new)
+            known, delta = self._places[name]
+            later = np.tile(np.arange(known.shape[1], max(last, known.shape[1])) + delta, (3, 1))
+            places.append(np.concatenate((known, later), axis=1)[:, first:last])
+            for offset, of_image in self._rows[name]:
+                seen = range(max(first, offset), min(last, offset + len(of_image)))
+                tokens += [start + index - first for index in seen]
+                rows += [of_image[index - offset] for index in seen]
+            start += len(new)
+        if self._media.mrope_section is not None:
+            batch.positions = torch.from_numpy(np.concatenate(places, axis=1).astype(np.int32))
+        if rows:
+            batch.media = MediaRows(torch.tensor(tokens), torch.stack(rows))
+        return batch
+
+
+class Reference:
+    """The same model in transformers."""
+
+    def __init__(self, folder: Path, media: MediaConfig) -> None:
+        import transformers
+
+        self._media = media
+        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    @torch.no_grad()
+    def logits(self, text: MediaPrompt, later: Sequence[int] = ()) -> torch.Tensor:
+        """[num_tokens, vocab_size] of a prompt and what comes after it."""
+        token_ids = torch.tensor([[*text.tokens, *later]])
+        result: torch.Tensor = self.model(input_ids=token_ids, **self._inputs(text, token_ids)).logits[0]
+        return result
+
+    def greedy(self, text: MediaPrompt, count: int) -> list[int]:
+        """The most likely tokens, one after another."""
+        chosen: list[int] = []
+        for _ in range(count):
+            chosen.append(int(self.logits(text, chosen)[-1].argmax()))
+        return chosen
+
+    def encode(self, images: Sequence[ImageInput]) -> list[torch.Tensor]:
+        """Rows of each image."""
+        pixels = [image.pixel_values for image in images]
+        with torch.no_grad():
+            if self._media.kind == "llava":
+                return list(self.model.model.get_image_features(torch.stack(pixels)).pooler_output)
+            grids = torch.tensor([image.grid for image in images])
+            return list(self.model.model.get_image_features(torch.cat(pixels), grids).pooler_output)
+
+    def positions(self, text: MediaPrompt) -> tuple[torch.Tensor, int]:
+        """[3, num_tokens], and what to add for later tokens."""
+        token_ids = torch.tensor([text.tokens])
+        inputs = self._inputs(text, token_ids)
+        places, delta = self.model.model.get_rope_index(
+            token_ids, inputs["mm_token_type_ids"], inputs.get("image_grid_thw")
+        )
+        return places[:, 0], int(delta)
+
+    def _inputs(self, text: MediaPrompt, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        pixels = [image.pixel_values for _, image in text.images]
+        if self._media.kind == "llava":
+            return {"pixel_values": torch.stack(pixels)} if pixels else {}
+        inputs = {"mm_token_type_ids": (token_ids == self._media.image_token_id).int()}
+        if pixels:
+            inputs["pixel_values"] = torch.cat(pixels)
+            inputs["image_grid_thw"] = torch.tensor([image.grid for _, image in text.images])
+        return inputs
