@@ -178,14 +178,8 @@ class DenseDecoder:
                 raise TypeError(f"expected contiguous int32 tensors, got {tensor.dtype} with {tensor.stride()}")
         if slot_mapping.dtype != torch.int64 or slot_mapping.stride(-1) != 1:
             raise TypeError(f"expected a contiguous int64 slot_mapping, got {slot_mapping.dtype}")
-        for given, dtype, width in (
-            (embeddings, self.dtype, self.shape.hidden_size),
-            (cos_sin, torch.float32, self._struct.rotary_dim),
-        ):
-            if given is not None and (given.dtype != dtype or given.shape[1] != width or not given.is_contiguous()):
-                raise TypeError(
-                    f"expected contiguous rows of {width} {dtype}, got {list(given.shape)} of {given.dtype}"
-                )
+        self._check_rows(embeddings, len(input_ids), self.shape.hidden_size, self.dtype)
+        self._check_rows(cos_sin, 0, self._struct.rotary_dim, torch.float32)
         shape = (outputs.shape[0], self.shape.hidden_size)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
@@ -207,6 +201,13 @@ class DenseDecoder:
         assert library is not None
         check(library.tokenmill_decoder_forward(self._handle, step))
         return out
+
+    def _check_rows(self, rows: torch.Tensor | None, least: int, width: int, dtype: torch.dtype) -> None:
+        if rows is None or (
+            rows.dtype == dtype and len(rows) >= least and rows.shape[1] == width and rows.is_contiguous()
+        ):
+            return
+        raise TypeError(f"expected contiguous rows of {width} {dtype}, got {list(rows.shape)} of {rows.dtype}")
 
     def _matrix_sizes(self) -> tuple[int, int, int, int]:
         """Elements of the packed qkv, output, gate_up and down matrices of a layer."""

@@ -107,7 +107,13 @@ class Stacks:
             for _ in self.layers
         ]
 
-    def run_fused(self, step: Step, output_rows: torch.Tensor | None = None) -> torch.Tensor:
+    def run_fused(
+        self,
+        step: Step,
+        output_rows: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         return self.fused.forward(
             step.input_ids,
             step.positions,
@@ -116,6 +122,8 @@ class Stacks:
             seq_lens=step.seq_lens,
             block_tables=step.block_tables,
             output_rows=output_rows,
+            embeddings=embeddings,
+            cos_sin=cos_sin,
         )
 
     def run_reference(self, step: Step) -> torch.Tensor:
@@ -268,6 +276,32 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
         )
         assert torch.equal(stacks.run_fused(alone), together[rows])
         start += new
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_may_bring_embeddings_and_a_rotary_table_of_its_own(dtype: torch.dtype) -> None:
+    stacks = make_stacks(dtype)
+    step = make_step(MIXED)
+    plain = stacks.run_fused(step)
+    embeddings, cos_sin = stacks.embedding[step.input_ids.long()], stacks.cos_sin[step.positions.long()]
+    ids, step.input_ids = step.input_ids, torch.full_like(step.input_ids, -1)
+    positions, step.positions = step.positions, torch.arange(len(ids), dtype=torch.int32)
+    assert torch.equal(stacks.run_fused(step, embeddings=embeddings, cos_sin=cos_sin), plain)
+    rows = torch.tensor([3, 20, 70], dtype=torch.int32)
+    assert torch.equal(stacks.run_fused(step, rows, embeddings=embeddings, cos_sin=cos_sin), plain[rows])
+    assert not torch.equal(stacks.run_fused(step, embeddings=embeddings, cos_sin=cos_sin.flip(0)), plain)
+    step.input_ids, step.positions = ids, positions
+    assert torch.equal(stacks.run_fused(step), plain)
+
+
+def test_embeddings_and_tables_of_another_type_or_width_are_refused() -> None:
+    stacks = make_stacks()
+    step = make_step([(3, 3)])
+    for embeddings in (torch.zeros(3, 72).half(), torch.zeros(3, 71), torch.zeros(72, 3).T, torch.zeros(2, 72)):
+        with pytest.raises(TypeError, match="contiguous rows of 72"):
+            stacks.run_fused(step, embeddings=embeddings)
+    with pytest.raises(TypeError, match="contiguous rows of 16"):
+        stacks.run_fused(step, cos_sin=torch.zeros(3, 16, dtype=torch.float64))
 
 
 def test_wrong_sizes_are_refused() -> None:
