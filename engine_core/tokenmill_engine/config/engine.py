@@ -39,6 +39,11 @@ class ModelConfig:
     media: MediaConfig | None = None
     """How prompts carry images; None for models of text alone."""
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the decoder and of what stands in front of it."""
+        return self.architecture.num_parameters + (self.media.vision.num_parameters if self.media is not None else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:

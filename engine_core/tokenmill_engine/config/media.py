@@ -54,6 +54,16 @@ class VisionConfig:
         return self.num_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
+    def num_parameters(self) -> int:
+        """Weights of the matrices that are used."""
+        width, is_tower = self.hidden_size, self.kind in ("clip", "siglip")
+        num_layers = max(self.feature_layers, default=0) if is_tower else self.num_layers
+        layer = 4 * width**2 + (3 if self.kind == "qwen2_5_vl" else 2) * width * self.intermediate_size
+        merged = width * (len(self.feature_layers) if is_tower else self.spatial_merge_size**2)
+        inner = self.output_size if is_tower else merged
+        return width * self.patch_dim + num_layers * layer + inner * (merged + self.output_size)
+
+    @property
     def tokens_per_image(self) -> int | None:
         """Rows that each image becomes; None: as many as it has merged patches."""
         if self.image_size is None:

@@ -105,7 +105,7 @@ class WeightLoading:
             "loaded %s (%s, %.0f M parameters, %s on %s, layers run %s): %.2f s, packing %.2f s",
             self._config.name,
             self._config.architecture.name,
-            self._config.architecture.num_parameters / 1e6,
+            self._config.num_parameters / 1e6,
             self._config.dtype,
             self._model.device,
             "as one call" if self._model.is_fused else "one by one",

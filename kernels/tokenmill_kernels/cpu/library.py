@@ -226,6 +226,12 @@ def set_num_threads(count: int) -> None:
         library.tokenmill_set_num_threads(count)
 
 
+def num_threads() -> int:
+    """How many threads the library computes with; 1 without it."""
+    library = load()
+    return int(library.tokenmill_num_threads()) if library is not None else 1
+
+
 def check(status: int) -> None:
     """Raises MemoryError for the status that a library function returns when memory ran out."""
     if status != 0:

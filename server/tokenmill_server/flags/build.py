@@ -148,12 +148,15 @@ def _check_memory(
     if engines == 0:
         return
     weights = files.architecture.num_parameters * _DTYPE_BYTES[dtype]
+    # Every worker has all of a vision encoder.
+    encoder = files.media.vision.num_parameters * _DTYPE_BYTES[dtype] if files.media is not None else 0
     if device.kind == "cuda":
         room, owner = int(device.total_memory_bytes * values["gpu_memory_utilization"]), "each GPU"
-        needed = weights // workers
+        needed = weights // workers + encoder
         remedy = "a smaller model, or more GPUs for each copy of it (--tensor-parallel-size)"
     else:
         room, owner = device.total_memory_bytes, "this machine"
+        weights += workers * encoder
         needed = engines * (weights + workers * (values["kv_cache_memory_bytes"] or 0))
         remedy = "a smaller model" if engines == 1 else f"a smaller --{FLAGS[engines_flag(values)].name} than {engines}"
         if values["kv_cache_memory_bytes"] and engines * weights < room:

@@ -181,3 +181,25 @@ def test_sections_stated_in_rope_parameters_or_scaling_count() -> None:
     config = tiny_media_config("qwen2_vl", "new")
     config["text_config"]["rope_scaling"] = {"rope_type": "default", "type": "mrope", "mrope_section": [4, 2, 2]}
     assert media_of(config).mrope_section == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "millions"),
+    [
+        # By the model cards: CLIP ViT-L/14 at 336 pixels has 304 M (without its last layer 291 M), the projector 21 M.
+        ("llava", {}, 312),
+        ("qwen2_vl", {"embed_dim": 1280, "hidden_size": 1536, "depth": 32, "mlp_ratio": 4}, 665),
+    ],
+)
+def test_parameters_of_real_encoders_are_counted(name: MediaFamily, changes: dict[str, Any], millions: int) -> None:
+    if name == "llava":
+        config: dict[str, Any] = {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "text_config": {"vocab_size": 32064},
+        }
+    else:
+        real = {"patch_size": 14, "num_heads": 16} | changes
+        config = tiny_media_config(
+            name, text_config={"hidden_size": 1536, "num_attention_heads": 96}, vision_config=real
+        )
+    assert media_of(config).vision.num_parameters == pytest.approx(millions * 1e6, rel=0.01)

@@ -215,7 +215,7 @@ def test_wrong_pixels_are_refused(subject: Subject) -> None:
 
 def test_bfloat16_stays_near_float32() -> None:
     for family in ("llava", "qwen2_vl", "qwen2_5_vl"):
-        folder = cached_tiny_media_model(family)  # type: ignore[arg-type]
+        folder = cached_tiny_media_model(family)
         media = model_config(folder).media
         assert isinstance(media, MediaConfig)
         image = random_image(media, GRIDS[2], 0)

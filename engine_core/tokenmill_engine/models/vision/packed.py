@@ -1,10 +1,17 @@
 """Attention within each of several runs of rows that lie one after another, all in one batch."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+from tokenmill_kernels.cpu import library
+
+_SMALLEST_PART = 1 << 22
+"""Products of a query and a key, times head_dim, that are worth a thread."""
 
 
 class PackedRuns:
@@ -30,11 +37,37 @@ class PackedRuns:
         for length, rows in self._groups:
             parts = (q, k, v) if rows is None else tuple(heads.index_select(0, rows) for heads in (q, k, v))
             runs = [heads.reshape(-1, length, *heads.shape[1:]).transpose(1, 2) for heads in parts]
-            attended = (
-                F.scaled_dot_product_attention(runs[0], runs[1], runs[2]).transpose(1, 2).flatten(2).flatten(0, 1)
-            )
+            attended = _attend(runs[0], runs[1], runs[2]).transpose(1, 2).flatten(2).flatten(0, 1)
             if rows is None:
                 return attended
             out = q.new_empty(len(q), attended.shape[1]) if out is None else out
             out.index_copy_(0, rows, attended)
         return q.flatten(1) if out is None else out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of each run and head by itself, each [num_runs, num_heads, length, head_dim]."""
+    num_runs, num_heads, length, _ = q.shape
+    num_parts = min(q.numel() * length // _SMALLEST_PART, _spare_threads(q.device))
+    if num_parts < 2:
+        return F.scaled_dot_product_attention(q, k, v)
+    dim = 0 if num_runs >= num_heads else 1
+    parts = zip(*(heads.chunk(num_parts, dim) for heads in (q, k, v)), strict=True)
+    return torch.cat(list(_threads(num_parts).map(_attend_part, parts)), dim)
+
+
+def _attend_part(heads: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    q, k, v = heads
+    with torch.inference_mode():
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def _spare_threads(device: torch.device) -> int:
+    """Beside the library's threads a worker lets torch have one; those that the library does not need meanwhile."""
+    return library.num_threads() if device.type == "cpu" and torch.get_num_threads() == 1 else 1
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Threads that run torch operators alone. They sleep while there is nothing to do."""
+    return ThreadPoolExecutor(count, "vision", initializer=torch.set_num_threads, initargs=(1,))
