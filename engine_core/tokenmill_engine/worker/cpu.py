@@ -14,10 +14,12 @@ from tokenmill_engine.distributed.chain import ONE_STAGE, Chain
 from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches, Stream
+from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Runner
+from tokenmill_engine.worker.encoder import MediaInputs
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
@@ -77,7 +79,11 @@ class CpuBackend:
         model, tables, chain = self._model, self._tables, self.chain
         if not model.stage.is_last:
             return RelayRunner(model, kv_caches, tables, block_size, chain)
-        return ModelRunner(model, tables, CpuSteps(model, kv_caches, tables, block_size, inlet_of(model, chain)))
+        steps = CpuSteps(model, kv_caches, tables, block_size, inlet_of(model, chain))
+        media = self._config.model.media
+        if media is not None and isinstance(model, MediaDecoder):
+            steps.media = MediaInputs(model, media, tables.shape.num_slots, encodes=self.group.rank == 0)
+        return ModelRunner(model, tables, steps)
 
 
 class CpuSteps:
@@ -94,6 +100,7 @@ class CpuSteps:
         self.model, self.kv_caches, self.tables, self.inlet = model, kv_caches, tables, inlet
         self.preparer = CpuPreparer(tables, block_size)
         self.chooser = TokenChooser(model, tables)
+        self.media: MediaInputs | None = None
 
     def begin(self, plan: StepPlan) -> "_CpuStep":
         return _CpuStep(self, plan)
@@ -107,6 +114,8 @@ class _CpuStep:
         self._steps, self._plan = steps, plan
         steps.tables.apply(plan)
         self._inputs = steps.preparer.prepare(plan)
+        if steps.media is not None:
+            steps.media.complete(plan, self._inputs)
         self.rows = self._inputs.rows
 
     def forward(self, every_token: bool) -> Hidden:

@@ -1,6 +1,6 @@
 """From a step plan to the tensors of a forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -9,6 +9,20 @@ from numpy.typing import NDArray
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
 from tokenmill_engine.outputs import SampledTokens, StepPlan
 from tokenmill_engine.worker.slots import SlotTables
+
+
+@dataclass(slots=True)
+class MissingRows:
+    """Images that a step should look at and cannot."""
+
+    rows: set[int] = field(default_factory=set)
+    """Of the plan: what they give is of no use."""
+    entries: set[int] = field(default_factory=set)
+    """As in `StepResult.lost_entries`."""
+
+    def add(self, row: int, entry: int) -> None:
+        self.rows.add(row)
+        self.entries.add(entry)
 
 
 @dataclass(slots=True)
@@ -23,6 +37,7 @@ class StepRows:
     """[num_samples] their slots."""
     max_tokens: int
     """No row has more known tokens than that."""
+    missing: MissingRows | None = None
 
 
 @dataclass(slots=True)

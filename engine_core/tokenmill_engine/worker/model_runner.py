@@ -74,7 +74,7 @@ class ModelRunner:
             prompt_logprobs = self._score_prompts(plan, step.rows, hidden.every, scored).to_host()
         sampled = step.sample(hidden)
         logprobs = self._own(step.rows, sampled)
-        return PendingResult(plan, step.rows.sample_rows, step.finish(sampled), logprobs, prompt_logprobs)
+        return PendingResult(plan, step.rows, step.finish(sampled), logprobs, prompt_logprobs)
 
     def _own(self, rows: StepRows, sampled: Sampled) -> ScoredRows | None:
         """Log-probabilities of the sampled tokens, by row of the plan."""

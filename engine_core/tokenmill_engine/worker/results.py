@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult
 from tokenmill_engine.sampling.logprobs import Logprobs
 from tokenmill_engine.sampling.tokens import INVALID_TOKEN
+from tokenmill_engine.worker.inputs import StepRows
 
 _INVALID_MESSAGE = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
+_MISSING_MESSAGE = "an image of this request could not be encoded"
 
 
 class HostTokens(Protocol):
@@ -56,13 +58,14 @@ class PendingResult:
     def __init__(
         self,
         plan: StepPlan,
-        sample_rows: NDArray[np.int64],
+        rows: StepRows,
         tokens: HostTokens,
         logprobs: ScoredRows | None,
         prompt_logprobs: ScoredRows | None,
     ) -> None:
         self._plan = plan
-        self._sample_rows = sample_rows
+        self._sample_rows = rows.sample_rows
+        self._missing = rows.missing
         self._tokens = tokens
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -78,7 +81,10 @@ class PendingResult:
         failed = [row for row, scores in prompt_logprobs.items() if np.isnan(scores.logprobs[:, 0]).any()]
         if len(self._sample_rows) != int(num_new.sum()):
             failed += self._sample_rows[num_new[self._sample_rows] == 0].tolist()
-        for row in failed:
+        errors = dict.fromkeys(failed, _INVALID_MESSAGE)
+        if self._missing is not None:
+            errors.update(dict.fromkeys(sorted(self._missing.rows), _MISSING_MESSAGE))
+        for row in errors:
             num_new[row] = 0
             logprobs.pop(row, None)
             prompt_logprobs.pop(row, None)
@@ -88,7 +94,8 @@ class PendingResult:
             num_new=num_new,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            errors=dict.fromkeys(failed, _INVALID_MESSAGE),
+            errors=errors,
+            lost_entries=tuple(sorted(self._missing.entries)) if self._missing is not None else (),
             elapsed_s=elapsed_s,
         )
 

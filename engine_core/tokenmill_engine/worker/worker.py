@@ -19,6 +19,7 @@ from tokenmill_engine.outputs import KVCapacity, StepPlan
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Backend, PendingStep, Runner
 from tokenmill_engine.worker.cpu import CpuBackend
+from tokenmill_engine.worker.encoder import check_can_encode
 from tokenmill_engine.worker.slots import SlotShape
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Worker:
             StartupError: the machine cannot give what the configuration asks for.
         """
         config = self._config
+        check_can_encode(config)
         with self._phase("device"):
             backend = self._claim_device()
             self._device, self._chain = backend.device, backend.chain

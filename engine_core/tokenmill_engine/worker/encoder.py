@@ -1,0 +1,123 @@
+"""Images on a worker's device: outputs of the encoder, by entry, and what a step's batch needs of them.
+
+The scheduler says what to encode, what to free and which rows stand in for which placeholders; here that is done. An
+image that cannot be encoded fails the requests that look at it and nobody else. Of several workers that share each
+layer only the first one encodes: embeddings are added up, and the others have nothing to add.
+"""
+
+import logging
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenmill_engine.attention.batch import MediaRows
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.errors import StartupError
+from tokenmill_engine.messages import MediaTensor
+from tokenmill_engine.models.media_decoder import MediaDecoder
+from tokenmill_engine.models.vision.encoder import ImageInput
+from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia, StepPlan
+from tokenmill_engine.worker.inputs import MissingRows, StepInputs
+from tokenmill_engine.worker.slot_positions import SlotPositions
+
+logger = logging.getLogger(__name__)
+
+
+def check_can_encode(config: EngineConfig) -> None:
+    """Raises StartupError where images cannot be served yet."""
+    if config.model.media is None:
+        return
+    name = config.model.architecture.name
+    if config.device.kind != "cpu":
+        raise StartupError(f"{name} reads images, which works on the CPU alone so far; use --device cpu")
+    if config.parallel.pipeline_parallel_size > 1:
+        raise StartupError(f"{name} reads images, which works in one stage so far; use --pipeline-parallel-size 1")
+
+
+class EncoderOutputs:
+    """What was encoded and not freed yet, by entry."""
+
+    def __init__(self, model: MediaDecoder, *, encodes: bool) -> None:
+        self._model = model
+        self._encodes = encodes
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of all outputs."""
+        return sum(map(len, self._outputs.values()))
+
+    def apply(self, media: StepMedia) -> None:
+        """Free and encode."""
+        for entry in media.free:
+            self._outputs.pop(entry, None)
+        for image in media.encode if self._encodes else ():
+            output = self._encode(image)
+            if output is not None:
+                self._outputs[image.entry] = output
+
+    def _encode(self, image: EncoderInput) -> torch.Tensor | None:
+        """Rows [num_tokens, hidden_size]; None if that does not work for this image."""
+        pixels = as_tensor(image.tensors["pixel_values"]).to(self._model.device)
+        try:
+            (rows,) = self._model.encode([ImageInput(pixels, image.grid)])
+        except torch.AcceleratorError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            logger.error("an image of %d tokens could not be encoded: %s", image.num_tokens, error)
+            return None
+        if len(rows) != image.num_tokens:
+            logger.error("an image became %d rows and has %d placeholders", len(rows), image.num_tokens)
+            return None
+        return rows
+
+    def gather(self, places: list[PlaceholderRows], query_start: NDArray[np.int32]) -> tuple[MediaRows, MissingRows]:
+        """Which tokens of the batch are replaced by what; rows of the plan whose images are not there."""
+        tokens: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        rows: list[torch.Tensor] = []
+        missing = MissingRows()
+        for place in places:
+            output = self._outputs.get(place.entry)
+            if output is None and self._encodes:
+                missing.add(place.row, place.entry)
+                continue
+            first = int(query_start[place.row]) + place.start
+            tokens.append(np.arange(first, first + place.count, dtype=np.int64))
+            if output is not None:
+                rows.append(output[place.first : place.first + place.count])
+        where = torch.from_numpy(np.concatenate(tokens)).to(self._model.device)
+        hidden_size = self._model.architecture.hidden_size
+        if not rows:
+            nothing = torch.zeros(len(where), hidden_size, dtype=self._model.dtype, device=self._model.device)
+            return MediaRows(where, nothing), missing
+        return MediaRows(where, torch.cat(rows)), missing
+
+
+class MediaInputs:
+    """Completes the batches of a model that looks at images, on the CPU."""
+
+    def __init__(self, model: MediaDecoder, config: MediaConfig, num_slots: int, *, encodes: bool) -> None:
+        self.outputs = EncoderOutputs(model, encodes=encodes)
+        has_mrope = config.mrope_section is not None
+        self._positions = SlotPositions(num_slots, config.vision.spatial_merge_size) if has_mrope else None
+
+    def complete(self, plan: StepPlan, inputs: StepInputs) -> None:
+        """Encodes what the plan brings; adds rows, positions and what is missing to the step's `inputs`."""
+        batch, query_start = inputs.batch, inputs.rows.query_start
+        if plan.media is not None:
+            self.outputs.apply(plan.media)
+            batch.media, inputs.rows.missing = self.outputs.gather(plan.media.rows, query_start)
+        if self._positions is not None:
+            self._positions.start(plan.starts)
+            positions = self._positions.turn(plan.slots, batch.positions.numpy(), query_start)
+            batch.positions = torch.from_numpy(positions)
+
+
+def as_tensor(tensor: MediaTensor) -> torch.Tensor:
+    """A copy, float32: the message's bytes must not be written to."""
+    result = torch.empty(math.prod(tensor.shape), dtype=torch.float32)
+    np.copyto(result.numpy(), np.frombuffer(tensor.data, "<f4"))
+    return result.view(tensor.shape)

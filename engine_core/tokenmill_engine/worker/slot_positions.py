@@ -1,0 +1,54 @@
+"""Positions of tokens in requests with images, for models with M-RoPE (`mrope`). On the host.
+
+Up to the end of its last image a prompt has three positions for each token; behind it they are the same again, and
+differ from the token's index by a number that stays."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.mrope import mrope_positions
+from tokenmill_engine.outputs import SlotStart
+
+_Positions = NDArray[np.int32]
+
+
+class SlotPositions:
+    """One entry per slot."""
+
+    def __init__(self, num_slots: int, merge_size: int) -> None:
+        self._merge_size = merge_size
+        self._known: dict[int, _Positions] = {}
+        """By slot with images, [3, end of the last one]."""
+        self._ends = np.zeros(num_slots, np.int32)
+        """[num_slots] how many are known."""
+        self._deltas = np.zeros(num_slots, np.int32)
+        """[num_slots] what to add to the index of later tokens."""
+
+    def start(self, starts: Sequence[SlotStart]) -> None:
+        """Requests take their slots."""
+        for start in starts:
+            self._known.pop(start.slot, None)
+            self._ends[start.slot] = self._deltas[start.slot] = 0
+            images = [(place.offset, place.grid) for place in start.media if place.grid is not None]
+            if images:
+                end = start.media[-1].offset + start.media[-1].num_tokens
+                known, delta = mrope_positions(end, images, self._merge_size)
+                self._known[start.slot], self._deltas[start.slot], self._ends[start.slot] = known, delta, end
+
+    def turn(self, slots: NDArray[np.int32], indexes: _Positions, query_start: NDArray[np.int32]) -> _Positions:
+        """Positions of tokens at `indexes` [num_tokens] of their requests: [num_tokens] where the three are the same
+        for all, else [3, num_tokens]. Tokens `query_start[i]` .. `query_start[i + 1]` - 1 are of slot `slots[i]`."""
+        deltas = self._deltas[slots]
+        first = indexes[query_start[:-1]]
+        rows = (first < self._ends[slots]).nonzero()[0]
+        if deltas.any():
+            indexes = indexes + np.repeat(deltas, np.diff(query_start))
+        if len(rows) == 0:
+            return indexes
+        positions = np.tile(indexes, (3, 1))
+        for row in rows.tolist():
+            known = self._known[int(slots[row])][:, first[row] : first[row] + query_start[row + 1] - query_start[row]]
+            positions[:, query_start[row] : query_start[row] + known.shape[1]] = known
+        return positions

@@ -1,0 +1,101 @@
+"""Encoder outputs of a worker, by entry, and the rows that a batch gets from them."""
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine_core.worker.conftest import tiny_engine_config
+from tests.support.media_forward import random_image
+from tests.support.media_items import make_tensor
+from tests.support.model_loading import load_on_cpu, model_config
+from tests.support.tiny_media_models import cached_tiny_media_model
+from tokenmill_engine.config.parallel import ParallelConfig
+from tokenmill_engine.errors import StartupError
+from tokenmill_engine.messages import MediaTensor
+from tokenmill_engine.models.media_decoder import MediaDecoder
+from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
+from tokenmill_engine.worker.encoder import EncoderOutputs, as_tensor
+from tokenmill_engine.worker.worker import Worker
+
+FOLDER = cached_tiny_media_model("qwen2_vl")
+GRID = (1, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def model() -> MediaDecoder:
+    loaded = load_on_cpu(FOLDER)
+    assert isinstance(loaded, MediaDecoder)
+    return loaded
+
+
+def image(entry: int, seed: int = 0, pixels: MediaTensor | None = None) -> EncoderInput:
+    media = model_config(FOLDER).media
+    assert media is not None
+    values = random_image(media, GRID, seed).pixel_values
+    tensor = pixels or MediaTensor("float32", tuple(values.shape), values.numpy().tobytes())
+    return EncoderInput(entry, "image", 6, GRID, {"pixel_values": tensor})
+
+
+def test_bytes_become_numbers() -> None:
+    tensor = make_tensor((3, 4, 5), seed=1)
+    assert (as_tensor(tensor).numpy().ravel() == np.frombuffer(tensor.data, "<f4")).all()
+
+
+def test_rows_come_from_where_the_plan_says(model: MediaDecoder) -> None:
+    outputs = EncoderOutputs(model, encodes=True)
+    outputs.apply(StepMedia([], [image(5, 1), image(6, 2)], []))
+    places = [PlaceholderRows(0, 2, 4, 6, 0), PlaceholderRows(2, 0, 3, 5, 3)]
+    rows, missing = outputs.gather(places, np.array([0, 7, 8, 12], np.int32))
+    assert rows.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10]
+    media = model_config(FOLDER).media
+    assert media is not None
+    first, second = (model.encode([random_image(media, GRID, seed)])[0] for seed in (1, 2))
+    assert torch.equal(rows.rows, torch.cat([second[:4], first[3:]]))
+    assert not missing.rows
+
+
+def test_what_is_freed_is_gone_and_missed_by_its_rows_alone(model: MediaDecoder) -> None:
+    outputs = EncoderOutputs(model, encodes=True)
+    outputs.apply(StepMedia([], [image(1), image(2)], []))
+    assert outputs.num_tokens == 12
+    outputs.apply(StepMedia([1, 77], [], []))
+    assert outputs.num_tokens == 6
+    places = [PlaceholderRows(0, 0, 6, 1, 0), PlaceholderRows(1, 0, 6, 2, 0)]
+    rows, missing = outputs.gather(places, np.array([0, 6, 12], np.int32))
+    assert rows.tokens.tolist() == list(range(6, 12))
+    assert (missing.rows, missing.entries) == ({0}, {1})
+
+
+@pytest.mark.parametrize("shape", [(24, 5), (20, 96)])
+def test_what_cannot_be_encoded_is_missing(
+    model: MediaDecoder, shape: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    outputs = EncoderOutputs(model, encodes=True)
+    with caplog.at_level(logging.ERROR):
+        outputs.apply(StepMedia([], [image(1, pixels=make_tensor(shape)), image(2)], []))
+    assert "could not be encoded" in caplog.text
+    rows, missing = outputs.gather([PlaceholderRows(0, 0, 6, 1, 0)], np.array([0, 6], np.int32))
+    assert len(rows.tokens) == len(rows.rows) == 0
+    assert missing.entries == {1}
+    assert outputs.num_tokens == 6
+
+
+def test_who_adds_nothing_encodes_nothing(model: MediaDecoder) -> None:
+    outputs = EncoderOutputs(model, encodes=False)
+    outputs.apply(StepMedia([], [image(1)], []))
+    rows, missing = outputs.gather([PlaceholderRows(0, 1, 3, 1, 0)], np.array([0, 6], np.int32))
+    assert outputs.num_tokens == 0
+    assert rows.tokens.tolist() == [1, 2, 3]
+    assert not rows.rows.any()
+    assert not missing.rows
+
+
+def test_images_in_stages_are_refused_at_the_start() -> None:
+    config = dataclasses.replace(
+        tiny_engine_config(folder=FOLDER), parallel=ParallelConfig(pipeline_parallel_size=2, executor="mp")
+    )
+    with pytest.raises(StartupError, match="use --pipeline-parallel-size 1"):
+        Worker(config).initialize()
