@@ -1,0 +1,164 @@
+"""Chats with images over HTTP and through `LLM`, with tiny models of each family, against transformers."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from tests.e2e.conftest import TINY_FLAGS
+from tests.support.image_chats import ImageOracle
+from tests.support.media_host import answer, media_host
+from tests.support.pictures import data_url, encoded, noise
+from tests.support.server import Server, start_server
+from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
+from tokenmill import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl")
+SMALL_STEPS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
+"""Prompts are computed in pieces that end within images."""
+COUNT = 12
+Pixels = NDArray[np.uint8]
+
+
+@dataclass
+class Served:
+    """A server and what its model should say."""
+
+    server: Server
+    oracle: ImageOracle
+
+    def check(self, *parts: str | Pixels, **fields: Any) -> dict[str, Any]:
+        """The reply to parts of a message, which is transformers' own."""
+        reply = self.ask(body(*parts, **fields))
+        self.check_reply(reply, [part for part in parts if not isinstance(part, str)])
+        return reply
+
+    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        response = self.server.http.post("/v1/chat/completions", json=asked)
+        assert response.status_code == 200, response.text
+        reply: dict[str, Any] = response.json()
+        return reply
+
+    def check_reply(self, reply: dict[str, Any], images: Sequence[Pixels]) -> None:
+        for choice in reply["choices"]:
+            assert len(choice["token_ids"]) == COUNT
+            assert choice["token_ids"] == self.oracle.greedy(reply["prompt_token_ids"], images, choice["token_ids"])
+
+
+def body(*parts: str | Pixels, **fields: Any) -> dict[str, Any]:
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(encoded(part))}}
+        for part in parts
+    ]
+    options = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "return_token_ids": True}
+    return {"messages": [{"role": "user", "content": content}], **options, **fields}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest) -> Path:
+    return cached_tiny_media_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    flags = (*TINY_FLAGS, *SMALL_STEPS, "--allowed-media-domains", "localhost")
+    with start_server("--model", str(folder), *flags) as server:
+        yield Served(server, ImageOracle(folder))
+
+
+def test_images_of_several_sizes_between_text(served: Served) -> None:
+    served.check("What is it?", noise(30, 40))
+    served.check(noise(61, 23), "and", noise(16, 16), noise(40, 8), "differ")
+    served.check("no image at all")
+
+
+def test_the_cache_knows_images(served: Served) -> None:
+    """A second time the prompt is found in it, and never with another image in the same place."""
+    first, second, text = noise(50, 50, 1), noise(50, 50, 2), "a text that is long enough for blocks behind the image"
+    cold = served.check(first, second, text)
+    warm = served.check(first, second, text)
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > len(cold["prompt_token_ids"]) // 2
+    swapped = served.check(second, first, text)
+    assert swapped["prompt_token_ids"] == warm["prompt_token_ids"]
+    assert swapped["usage"]["prompt_tokens_details"]["cached_tokens"] <= 16
+
+
+def test_the_same_bytes_in_another_shape_are_another_image(served: Served) -> None:
+    pixels = noise(120, 80, 3)
+    served.check(pixels, "what?")
+    served.check(pixels.reshape(80, 120, 3), "what?")
+    served.check(pixels, "what?")
+
+
+def test_a_palette_is_part_of_an_image(served: Served) -> None:
+    indexes = Image.fromarray(noise(30, 40)[:, :, 0] % 16)
+    for seed in range(2):
+        paletted = Image.new("P", indexes.size)
+        paletted.putdata(list(indexes.tobytes()))
+        paletted.putpalette(noise(16, 1, seed).tobytes())
+        asked = body("what?")
+        url = data_url(encoded(paletted))
+        asked["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": url}})
+        served.check_reply(served.ask(asked), [np.asarray(paletted.convert("RGB"))])
+
+
+def test_everybody_at_once(served: Served) -> None:
+    requests = [(noise(20 + 5 * index, 45, index), f"number {index}", noise(33, 12 * index + 9)) for index in range(8)]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        replies = list(pool.map(lambda parts: served.ask(body(*parts)), requests))
+    for (first, _, second), reply in zip(requests, replies, strict=True):
+        served.check_reply(reply, [first, second])
+
+
+def test_a_refused_image_leaves_nothing_behind(served: Served) -> None:
+    """Neither a prompt that is too long nor one that is no image changes what the image gives later."""
+    pixels = noise(44, 55, 9)
+    url = "/v1/chat/completions"
+    assert served.server.http.post(url, json=body(pixels, "too long " * 1000)).status_code == 400
+    broken = body(pixels)
+    broken["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": "data:,x"}})
+    assert served.server.http.post(url, json=broken).status_code == 400
+    served.check(pixels, "short")
+
+
+def test_images_from_a_host(served: Served) -> None:
+    pixels = noise(25, 35, 4)
+    with media_host(picture=answer(encoded(pixels))) as host, media_host(picture=answer(b"")) as sink:
+        asked = body("what?")
+        part = {"type": "image_url", "image_url": {"url": host.url("/picture")}}
+        asked["messages"][0]["content"].append(part)
+        served.check_reply(served.ask(asked), [pixels])
+        part["image_url"] = {"url": sink.url("/picture", "127.0.0.1")}
+        assert served.server.http.post("/v1/chat/completions", json=asked).status_code == 400
+        assert sink.num_connections == 0
+
+
+def test_offline(folder: Path) -> None:
+    """`LLM.chat`, with an address and with an image itself."""
+    oracle = ImageOracle(folder)
+    pixels, other = noise(30, 40), noise(28, 70, 5)
+    content = [
+        {"type": "text", "text": "these"},
+        {"type": "image_url", "image_url": {"url": data_url(encoded(pixels))}},
+        {"type": "image_pil", "image_pil": Image.fromarray(other)},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    with LLM(folder, device="cpu", dtype="float32", kv_cache_memory_bytes="64M", max_model_len=1024) as llm:
+        messages = [{"role": "user", "content": content}]
+        for output in llm.chat([messages, messages], params, use_tqdm=False):
+            ids = output.outputs[0].token_ids
+            assert len(ids) == COUNT
+            assert ids == oracle.greedy(output.prompt_token_ids, [pixels, other], ids)
+        (plain,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
+        ids = plain.outputs[0].token_ids
+        assert ids == oracle.greedy(plain.prompt_token_ids, [], ids)
