@@ -6,6 +6,7 @@ elements, by several threads.
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ _MAX_THREADS = 8
 _RUN_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
 """Of a run of elements, in the wider of its two types. CPU: dequantization stays in the second-level cache. CUDA: so
 large that threads seldom need Python's lock, which whoever prepares kernels meanwhile has most of the time."""
+_NORM_WEIGHT = re.compile(r"(?:norm[12]?|ln_q)\.weight$")
 _SWITCH_INTERVAL_S = 0.0005
 """How long they wait for the lock at most."""
 
@@ -233,7 +235,7 @@ def _fill_randomly(targets: Mapping[str, Target], names: Sequence[str], seed: in
 
 def _fill_tensor(name: str, target: Target, seed: int) -> None:
     view = target.view
-    if name.endswith("norm.weight"):
+    if _NORM_WEIGHT.search(name):
         view.fill_(1.0)
         return
     bound = target.shape[-1] ** -0.5
