@@ -35,6 +35,7 @@ from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResul
 from tokenmill_engine.reports import Output, Reporter
 from tokenmill_engine.request import Request, RequestLimits, build_request
 from tokenmill_engine.scheduler.budget import make_budget
+from tokenmill_engine.scheduler.encoder_budget import comparable_s
 from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.packing import pack_outcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
@@ -208,7 +209,7 @@ class EngineCore:
 
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
         """What a step teaches about the next ones."""
-        self._budget.observe(plan, result.elapsed_s)
+        self._budget.observe(plan, comparable_s(plan, result.elapsed_s))
         self._recorder.record_device(result.elapsed_s, self._budget.mixed_tokens)
 
     def _load(self) -> EngineLoad:

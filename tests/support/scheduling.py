@@ -17,6 +17,7 @@ from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
 from tokenmill_engine.outputs import MediaPlace, StepPlan
 from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.budget import make_budget
+from tokenmill_engine.scheduler.encoder_budget import comparable_s
 from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
 from tokenmill_engine.scheduler.turns import steps_under_way
@@ -169,7 +170,7 @@ class Driver:
         plan, handle = self._in_flight.popleft()
         try:
             outcome = self.scheduler.commit(plan, handle.result())
-            self.budget.observe(plan, self.setting.step_cost(plan))
+            self.budget.observe(plan, comparable_s(plan, self.setting.step_cost(plan)))
         except EngineError as error:
             outcome = self.scheduler.fail_step(plan, str(error))
         self._tell(outcome)

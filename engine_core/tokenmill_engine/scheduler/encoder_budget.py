@@ -2,7 +2,8 @@
 
 A step may compute a placeholder only if the encoder's output for its image is in the cache or is made in the same
 step. Two limits: tokens that a step encodes, and tokens of all images that are looked at or begun and not ended. A
-chunk ends in front of the image that exceeds one of them. No row that comes later takes, in the same step, what a row
+chunk ends in front of the image that exceeds one of them. Beside running streams a step encodes one image, or as many
+tokens as it may compute. No row that comes later takes, in the same step, what a row
 that had to end so is waiting for; and whoever holds an entry can go on without another: so everybody's turn comes.
 """
 
@@ -111,6 +112,11 @@ def lost_with(plan: StepPlan) -> tuple[int, ...]:
     return tuple(each.entry for each in plan.media.encode) if plan.media is not None else ()
 
 
+def comparable_s(plan: StepPlan, elapsed_s: float) -> float:
+    """The seconds that a step took, if they say what its tokens cost; 0 (nobody looked) for one that encoded."""
+    return 0.0 if plan.media is not None and plan.media.encode else elapsed_s
+
+
 class MediaAllowance:
     """What one step may still compute, encode and look at."""
 
@@ -119,6 +125,8 @@ class MediaAllowance:
         self._allowance = allowance
         self._leaving = leaving
         self._num_encoded = 0
+        self._max_more = allowance.num_left + allowance.num_decodes if allowance.num_decodes else budget.max_encoded
+        """Tokens that images may be together if they are several."""
         self._num_held = budget.cache.num_held_without(leaving)
         self._taken: set[EncoderKey] = set()
         """Images of rows that were granted something."""
@@ -158,7 +166,8 @@ class MediaAllowance:
             seen.add(key)
             num_encoded += encoded
             num_held += held
-            is_too_much = num_encoded > self._budget.max_encoded or num_held > self._budget.cache.capacity
+            most = self._budget.max_encoded if num_encoded == encoded else self._max_more
+            is_too_much = (encoded and num_encoded > most) or num_held > self._budget.cache.capacity
             if held and (self._is_short or is_too_much):
                 self._is_short = True
                 return max(0, item.offset - num_computed)

@@ -8,7 +8,7 @@ from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.request import Request
 from tokenmill_engine.scheduler.budget import Allowance
-from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, encoder_key
+from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, comparable_s, encoder_key
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -228,6 +228,27 @@ def test_running_text_goes_on_while_an_image_waits() -> None:
     text = add(driver, 3, 2)
     finish(driver)
     assert text.num_preemptions == 0
+
+
+def test_beside_streams_a_step_encodes_one_image_or_as_much_as_it_computes() -> None:
+    driver = Driver(Setting(budget=12, depth=1))
+    add(driver, 1, ("cat", 8), ("dog", 8), 1)
+    assert encoded(next_plan(driver)) == [8, 8]
+    finish(driver)
+    add(driver, 2, 1, sampling=LONG)
+    driver.step()
+    add(driver, 3, ("cow", 8), ("hen", 8), 2)
+    assert [encoded(next_plan(driver)) for _ in range(2)] == [[8], [8]]
+    add(driver, 4, ("big", 30), 2)
+    assert encoded(next_plan(driver)) == [30]
+    finish(driver)
+
+
+def test_the_time_of_a_step_that_encodes_says_nothing_of_its_tokens() -> None:
+    driver = Driver(Setting(depth=1))
+    add(driver, 1, 3, "cat")
+    first, second = next_plan(driver), next_plan(driver)
+    assert (comparable_s(first, 2.5), comparable_s(second, 2.5)) == (0.0, 2.5)
 
 
 def test_an_abort_lets_go_of_the_image() -> None:
