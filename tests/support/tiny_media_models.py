@@ -163,7 +163,7 @@ def tiny_media_weights(config: dict[str, Any], family: MediaFamily, seed: int = 
     """Random weights: the decoder's as `tiny_weights` names them, the encoder's under `visual.`."""
     text = dict(config.get("text_config") or config)
     text |= {"head_dim": text["hidden_size"] // text["num_attention_heads"]}
-    text |= {"model_type": "qwen2" if is_qwen(family) else "llama"}
+    text |= {"model_type": "qwen2" if is_qwen(family) else text["model_type"]}
     text["tie_word_embeddings"] = config["tie_word_embeddings"]
     return tiny_weights(text, seed) | _Vision(config["vision_config"], seed + 1).weights(config, text, family)
 

@@ -82,8 +82,10 @@ def test_windows_of_qwen2_5_vl_are_read() -> None:
     assert vision.tokens_per_image is None
 
 
-def test_llava_as_old_hubs_have_it_takes_the_rest_from_its_families() -> None:
+def test_llava_as_old_hubs_have_it_takes_the_rest_from_its_families(tmp_path: Path) -> None:
     """As llava-1.5-7b states it: what differs from the defaults of the decoder's and the encoder's family."""
+    import transformers
+
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
         "image_token_index": 32000,
@@ -119,6 +121,75 @@ def test_llava_as_old_hubs_have_it_takes_the_rest_from_its_families() -> None:
     assert media.vision.feature_layers == (23,)
     assert (media.vision.activation, media.vision.norm_eps) == ("quick_gelu", 1e-5)
     assert media_of({key: value for key, value in config.items() if key != "vision_config"}) == media
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llava"}))
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text()) | {"architectures": config["architectures"]}
+    assert media_of(written) == media
+    assert parse_architecture(written, "config.json") == architecture
+
+
+QWEN2_5_VL_7B: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 152064,
+}
+"""As the hub has it."""
+
+
+def test_qwen2_5_vl_as_the_hub_has_it_reads_as_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    import transformers
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B))
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "text_config" in written
+    assert media_of(written) == media_of(QWEN2_5_VL_7B)
+    ours, theirs = parse_architecture(QWEN2_5_VL_7B, "config.json"), parse_architecture(written, "config.json")
+    assert ours == theirs
+    assert (ours.head_dim, ours.rope.theta, ours.max_position_embeddings) == (128, 1000000.0, 128000)
+    assert set(ours.layer_windows) == {None}
+    assert media_of(written).mrope_section == (16, 24, 24)
 
 
 @pytest.mark.parametrize(
