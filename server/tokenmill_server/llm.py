@@ -114,6 +114,8 @@ class LLM:
     def shutdown(self) -> None:
         """Ends the engine cores. Calls that are still running in other threads fail. May be called twice."""
         self._finalizer()
+        if self._images is not None:
+            self._images.close()
 
     def __enter__(self) -> "LLM":
         return self

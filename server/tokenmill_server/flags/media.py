@@ -69,6 +69,16 @@ MEDIA = (
         metavar="JSON",
     ),
     Flag(
+        "disable-chunked-mm-input",
+        Group.MULTIMODAL,
+        boolean,
+        False,
+        "Compute the placeholders of an image in one step, never in chunks; images of more than "
+        "--max-num-batched-tokens are refused then",
+        "scheduler.disable_chunked_mm_input",
+        arity=Arity.SWITCH,
+    ),
+    Flag(
         "allowed-media-domains",
         Group.MULTIMODAL,
         domain_list,

@@ -97,7 +97,6 @@ _ROWS = [
         remark="prefill is always chunked and never holds up running requests, leave it out",
     ),
     _switch("scheduler-reserve-full-isl", "true"),
-    _switch("disable-chunked-mm-input", "false"),
     _switch("disable-hybrid-kv-cache-manager", "false"),
     _switch("long-prefill-token-threshold-adaptive", "false"),
     _value("long-prefill-token-threshold", "0"),

@@ -1,16 +1,19 @@
 """POST /tokenize and POST /detokenize"""
 
 import asyncio
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
-from tokenmill_server.context import context_of
+from tokenmill_server.context import ServerContext, context_of
+from tokenmill_server.multimodal.parts import ImageSource
 from tokenmill_server.processing.sampling_checks import check_token_ids
 from tokenmill_server.protocol.chat import chat_options, parse_messages
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenmill_server.routes.bodies import json_reply, parse, read_json
+from tokenmill_server.routes.replying import while_connected
 
 _MAX_CONTEXTS = 4
 """How many times the model's context a text or a list of ids may be long."""
@@ -24,14 +27,10 @@ async def tokenize(request: Request) -> Response:
     context.check_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("give either prompt or messages", "prompt")
-    if fields.messages is not None:
-        text = await inputs.chat_text(parse_messages(fields.messages), chat_options(fields, inputs.template_variables))
-        add_special_tokens = bool(fields.add_special_tokens)
+    if fields.messages is None:
+        token_ids = await _encode_text(context, fields.prompt or "", fields.add_special_tokens is not False)
     else:
-        text = fields.prompt or ""
-        add_special_tokens = fields.add_special_tokens is not False
-    inputs.check_text_length(len(text), _MAX_CONTEXTS * inputs.max_model_len, "prompt")
-    (token_ids,) = await inputs.tokenizer.encode_many([text], add_special_tokens)
+        token_ids = await _encode_chat(request, context, fields, fields.messages)
     strings = await asyncio.to_thread(inputs.tokenizer.token_strings, token_ids) if fields.return_token_strs else None
     return json_reply(
         {
@@ -41,6 +40,27 @@ async def tokenize(request: Request) -> Response:
             "token_strs": strings,
         }
     )
+
+
+async def _encode_chat(
+    request: Request, context: ServerContext, fields: TokenizeRequest, given: list[dict[str, Any]]
+) -> list[int]:
+    """With images they are fetched, since their sizes count; then the prompt must fit, as in the chat route."""
+    images: list[ImageSource] = []
+    messages = parse_messages(given, None if context.images is None else images)
+    options = chat_options(fields, context.inputs.template_variables)
+    if context.images is None or not images:
+        text = await context.inputs.chat_text(messages, options)
+        return await _encode_text(context, text, options.add_special_tokens)
+    prompt = await while_connected(request, context.images.encode(messages, images, options))
+    return list(prompt.token_ids)
+
+
+async def _encode_text(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
+    inputs = context.inputs
+    inputs.check_text_length(len(text), _MAX_CONTEXTS * inputs.max_model_len, "prompt")
+    (token_ids,) = await inputs.tokenizer.encode_many([text], add_special_tokens)
+    return token_ids
 
 
 async def detokenize(request: Request) -> Response:

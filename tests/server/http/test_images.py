@@ -161,6 +161,24 @@ def test_the_official_client(server: Server) -> None:
     assert len(sent(server)[0].media) == 1
 
 
+def test_tokenize(client: httpx.Client, server: Server) -> None:
+    body = chat("a", image(picture_url(20, 30)))
+    client.post(PATH, json=body)
+    tokenized = client.post("/tokenize", json={"messages": body["messages"]}).json()
+    assert tokenized["tokens"] == sent(server)[1]
+
+
+def test_an_answer_about_an_image_is_continued(client: httpx.Client, server: Server) -> None:
+    body = chat("a", image(picture_url(20, 30)), continue_final_message=True, echo=True)
+    body["messages"].append({"role": "assistant", "content": "It shows"})
+    reply = client.post(PATH, json=body).json()
+    assert reply["choices"][0]["message"]["content"].startswith("It shows")
+    request, prompt = sent(server)
+    tokenizer = load_tokenizer(str(cached_tiny_media_model("qwen2_vl")))
+    assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\nIt shows")
+    assert prompt.count(PAD) == request.media[0].num_tokens
+
+
 def test_text_alone_and_typed_placeholders(client: httpx.Client, server: Server) -> None:
     client.post(PATH, json=chat(f"what is {IMAGE_PAD}?"))
     request, prompt = sent(server)
