@@ -102,6 +102,7 @@ CASES = [
     (["--target-itl-ms", "12.5"], "scheduler.target_itl_ms", 12.5),
     (["--scheduling-policy", "priority"], "scheduler.policy", "priority"),
     (["--no-async-scheduling"], "scheduler.async_scheduling", False),
+    (["--disable-chunked-mm-input"], "scheduler.disable_chunked_mm_input", True),
     (["--limit-mm-per-prompt", '{"image": 4}'], "media.max_images", 4),
     (["--allowed-media-domains", "a.example", "B.example"], "media.allowed_domains", ("a.example", "b.example")),
     (["--allowed-local-media-path", "/"], "media.local_path", "/"),
