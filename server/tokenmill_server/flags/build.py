@@ -23,7 +23,7 @@ from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.config import Configuration, DataParallelConfig, FaultConfig, LoadBalancing, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
-from tokenmill_server.flags.media import resolve_media
+from tokenmill_server.flags.media_settings import resolve_media
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.flags.workers import engines_flag, resolve_workers

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.multimodal.image_options import read_image_options
-from tokenmill_server.multimodal.loader import MediaLoader
+from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.parts import ImageSource, check_num_images
 from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.prompts import Placeholders, TypedTokens
@@ -56,14 +56,8 @@ class ImageChats:
         # Whatever is wrong with the text is known before any image is fetched.
         prompt = await self._inputs.encode_text(text, options.add_special_tokens, param="messages")
         self._inputs.check_fits(len(prompt.token_ids), prompt.param)
-        prepared = await self._loader.load(images)
-        for source, image in zip(images, prepared, strict=True):
-            if image.num_tokens > self._limits.max_image_tokens:
-                raise InvalidRequestError(
-                    f"the image takes {image.num_tokens} tokens, and the engine holds {self._limits.max_image_tokens} "
-                    "of one image; send a smaller one",
-                    source.param,
-                )
+        room = self._inputs.max_model_len - len(prompt.token_ids) + len(images)
+        prepared = await self._loader.load(images, TokenRoom(room, self._limits.max_image_tokens))
         token_ids, media = placeholders.expand(prompt.token_ids, are_images, prepared)
         if truncation is not None and len(self._inputs.truncated(token_ids, truncation)) < len(token_ids):
             raise InvalidRequestError(

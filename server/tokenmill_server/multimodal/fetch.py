@@ -12,6 +12,7 @@ import os
 import re
 import ssl
 import stat
+import threading
 from collections.abc import Callable
 from functools import cache
 from urllib.parse import unquote_to_bytes, urljoin
@@ -32,11 +33,12 @@ _DATA_HEAD_CHARS = 512
 
 
 class Budget:
-    """Bytes that the media of one request may still have."""
+    """Bytes that the media of one request may still have. Threads share it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._left = max_bytes
+        self._lock = threading.Lock()
 
     def check(self, num_bytes: int) -> None:
         """Raises MediaError if so many more would be too many."""
@@ -47,8 +49,9 @@ class Budget:
 
     def take(self, num_bytes: int) -> None:
         """Raises MediaError if these are too many."""
-        self.check(num_bytes)
-        self._left -= num_bytes
+        with self._lock:
+            self.check(num_bytes)
+            self._left -= num_bytes
 
 
 def scheme_of(url: str) -> str:

@@ -50,6 +50,14 @@ class ImageProcessor:
         self._table = _value_table(options)
         self._keyed = {each: each.text() for each in (self._options, self._low_options)}
 
+    def num_tokens(self, picture: Picture, detail: Detail = "auto") -> int:
+        """How many tokens `prepare` will say, which is quick to know. Raises MediaError as it does."""
+        if self._tokens_per_image is not None:
+            return self._tokens_per_image
+        options = self._low_options if detail == "low" else self._options
+        height, width = qwen2_vl_size(picture.height, picture.width, options)
+        return height * width // (options.patch_size * options.merge_size) ** 2
+
     def prepare(self, picture: Picture, detail: Detail = "auto") -> PreparedImage:
         """Resizes and normalizes. `detail` low: of a model that takes images of any size at most 512 x 512 pixels.
         Takes long: call it in a thread.
@@ -60,11 +68,9 @@ class ImageProcessor:
         key = media_key(picture, self._keyed[options])
         if options.method == "qwen2_vl":
             values, grid = self._patches(picture.pixels, options)
-            num_tokens = grid[0] * grid[1] * grid[2] // options.merge_size**2
-            return PreparedImage(key, num_tokens, grid, _tensor(values))
-        if self._tokens_per_image is None:
-            raise TypeError("a model with images of one size says how many tokens each of them has")
-        return PreparedImage(key, self._tokens_per_image, None, _tensor(self._square(picture.pixels, options)))
+            return PreparedImage(key, self.num_tokens(picture, detail), grid, _tensor(values))
+        values = self._square(picture.pixels, options)
+        return PreparedImage(key, self.num_tokens(picture, detail), None, _tensor(values))
 
     def _patches(self, pixels: Pixels, options: ImageOptions) -> tuple[Floats, tuple[int, int, int]]:
         """[num_patches, patch_dim], patches that are merged behind each other, and how many patches each way."""

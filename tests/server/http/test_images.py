@@ -236,7 +236,7 @@ def test_refusals_that_need_more(client: httpx.Client, server: Server) -> None:
     refused(client, server, chat(*[picture] * 4), param, "has 4 images, more than the 3 that --limit-mm-per-prompt")
     refused(client, server, chat(picture, "b" * 100, truncate_prompt_tokens=20), "truncate_prompt_tokens", "truncated")
     refused(client, server, chat(picture, "b " * 1000), "messages", "maximum context length")
-    refused(client, server, chat(image(picture_url(256, 256)), "b " * 500), "messages", "maximum context length")
+    refused(client, server, chat(image(picture_url(256, 256)), "b " * 500), URL, "context")
     big = image(data_url(encoded(noise(500, 500))))  # 750 kB, as random pixels do not become less
     refused(client, server, chat(big, big, big), None, "--max-media-bytes")
 

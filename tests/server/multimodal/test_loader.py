@@ -13,10 +13,11 @@ from tests.support.media_host import answer, media_host
 from tests.support.pictures import encoded, noise, picture_url
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.model_files import resolve_model
+from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import read_image_options
-from tokenmill_server.multimodal.loader import MediaLoader
+from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.parts import ImageSource
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor, PreparedImage
 from tokenmill_server.multimodal.settings import MediaSettings
@@ -55,12 +56,16 @@ def source(image: str | Image.Image, index: int = 0) -> ImageSource:
     return ImageSource(image, "auto", f"image {index}")
 
 
+def load(loader: MediaLoader, *sources: ImageSource, room: TokenRoom | None = None) -> list[PreparedImage]:
+    return asyncio.run(loader.load(sources, room or TokenRoom(10_000, 10_000)))
+
+
 def test_images_are_in_the_order_of_the_request(loader: MediaLoader, processor: WatchedProcessor) -> None:
     """And the work is done in the loader's own threads, no more of them than it may have."""
     sizes = [(20, 30), (16, 16), (64, 8), (8, 64), (40, 40), (9, 9)]
     with media_host(picture=answer(encoded(noise(33, 21)))) as host:
         sources = [source(picture_url(*size)) for size in sizes] + [source(host.url("/picture"))]
-        images = asyncio.run(loader.load(sources))
+        images = load(loader, *sources)
     for size, image in zip([*sizes, (33, 21)], images, strict=True):
         assert image == processor.prepare(Picture(noise(*size)))
     used = {thread for thread in processor.threads if thread is not threading.current_thread()}
@@ -71,11 +76,11 @@ def test_images_are_in_the_order_of_the_request(loader: MediaLoader, processor: 
 def test_images_of_the_program_itself(loader: MediaLoader, processor: WatchedProcessor) -> None:
     pixels = noise(20, 30)
     given = Image.fromarray(pixels).convert("RGBA")
-    (image,) = asyncio.run(loader.load([source(given)]))
+    (image,) = load(loader, source(given))
     assert image == processor.prepare(Picture(pixels))
     assert (given.mode, np.asarray(given).shape) == ("RGBA", (20, 30, 4))
     with pytest.raises(MediaError, match="--max-image-pixels"):
-        asyncio.run(loader.load([source(Image.new("RGB", (101, 100)))]))
+        load(loader, source(Image.new("RGB", (101, 100))))
 
 
 def test_one_that_fails_ends_the_others(loader: MediaLoader) -> None:
@@ -83,14 +88,26 @@ def test_one_that_fails_ends_the_others(loader: MediaLoader) -> None:
     with media_host() as host:
         host.pages["/never"] = lambda connection: host.stopped.wait() and None
         with pytest.raises(MediaError, match="no image that can be read") as failure:
-            asyncio.run(loader.load([source(host.url("/never")), source("data:,x", 1)]))
+            load(loader, source(host.url("/never")), source("data:,x", 1))
     assert failure.value.param == "image 1"
 
 
 def test_all_images_of_a_request_share_its_bytes(processor: WatchedProcessor) -> None:
     url = picture_url(20, 30)
     loader = MediaLoader(processor, MediaSettings(max_bytes=5000))
-    assert len(asyncio.run(loader.load([source(url)] * 2))) == 2
+    assert len(load(loader, *[source(url)] * 2)) == 2
     with pytest.raises(MediaError, match="--max-media-bytes"):
-        asyncio.run(loader.load([source(url)] * 3))
+        load(loader, *[source(url)] * 3)
     loader.close()
+
+
+def test_what_has_no_room_is_not_prepared(loader: MediaLoader, processor: WatchedProcessor) -> None:
+    url = picture_url(32, 32)
+    (image,) = load(loader, source(url))
+    processor.threads.clear()
+    with pytest.raises(InvalidRequestError, match=f"takes {image.num_tokens} tokens, and the engine holds 3"):
+        load(loader, source(url), room=TokenRoom(1000, 3))
+    assert processor.threads == []
+    with pytest.raises(ContextLengthError, match="more tokens than"):
+        load(loader, *[source(url)] * 5, room=TokenRoom(image.num_tokens * 3, 1000))
+    assert len(processor.threads) <= 3

@@ -1,0 +1,22 @@
+"""What is checked of the flags of images before anything loads."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenmill_engine.config.model_files import ModelFiles
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.multimodal.image_options import read_image_options
+from tokenmill_server.multimodal.settings import MediaSettings
+
+
+def resolve_media(fields: dict[str, Any], files: ModelFiles, stated_path: str) -> MediaSettings:
+    """Settings from the values of the flags. `stated_path` is --allowed-local-media-path as the user wrote it.
+
+    Raises ConfigError if the folder is none, or if the model's images cannot be prepared.
+    """
+    settings = MediaSettings(**fields)
+    if settings.local_path is not None and not Path(settings.local_path).expanduser().is_dir():
+        raise ConfigError(f"{stated_path} is not a folder; name one that is there")
+    if files.media is not None and settings.max_images > 0:
+        read_image_options(Path(files.path), files.media)
+    return settings
