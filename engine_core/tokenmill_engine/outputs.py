@@ -159,11 +159,11 @@ class StepResult:
     """row -> prompt tokens num_computed+1 .. num_computed+num_scheduled (cut at the prompt's end)."""
     errors: dict[int, str] = field(default_factory=dict)
     """row -> why this request alone failed (for example logits that are not numbers)."""
-    lost_entries: tuple[int, ...] = ()
-    """Entries of `StepMedia` that are not there although they should be: their images could not be encoded."""
     elapsed_s: float = 0.0
     """Seconds of the step: on a GPU from when its enqueueing began, or the step before ended if that was later, to its
     end; of a model in stages, in the slowest one. 0 if it was not measured."""
+    lost_entries: tuple[int, ...] = ()
+    """Entries of `StepMedia` that are not there although they should be: their images could not be encoded."""
 
 
 class StepHandle(Protocol):

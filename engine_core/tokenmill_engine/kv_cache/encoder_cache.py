@@ -89,13 +89,14 @@ class EncoderCache:
             self._let_go(owner, key)
 
     def forget(self, entries: Iterable[int]) -> None:
-        """These entries, if they are still here, hold nothing: who wants the image has it encoded again. They count as
-        evicted: a worker may have them after all."""
+        """These entries hold nothing: who wants the image has it encoded again. All count as evicted, also those that
+        were already: a worker may have them after all."""
         lost = set(entries)
         for key in [key for key, found in self._entries.items() if found.entry in lost]:
             for owner in list(self._entries[key].owners):
                 self._let_go(owner, key)
             self._remove(key)
+        self._evicted += sorted(lost - set(self._evicted))
 
     def holds(self) -> list[tuple[int, EncoderKey]]:
         """Who holds what."""

@@ -108,8 +108,9 @@ class EncoderBudget:
 
 
 def lost_with(plan: StepPlan) -> tuple[int, ...]:
-    """Entries that are not there if nothing came of the plan."""
-    return tuple(each.entry for each in plan.media.encode) if plan.media is not None else ()
+    """Entries that may not be there, or not be freed, if the plan failed."""
+    media = plan.media
+    return () if media is None else (*media.free, *(each.entry for each in media.encode))
 
 
 def comparable_s(plan: StepPlan, elapsed_s: float) -> float:

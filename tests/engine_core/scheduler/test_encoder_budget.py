@@ -300,6 +300,22 @@ def test_a_step_that_fails_takes_its_images_along() -> None:
     assert driver.executor.encoded == [0, 1]
 
 
+def test_what_a_failed_step_should_have_freed_is_freed_by_a_later_one() -> None:
+    driver = Driver(Setting(encoder_cache=4, depth=1))
+    add(driver, 1, "cat")
+    finish(driver)
+    driver.executor.failing_steps.add(len(driver.plans) + 1)
+    add(driver, 2, "dog")
+    driver.run()
+    failed = driver.plans[-1].media
+    assert failed is not None
+    assert failed.free == [0]
+    add(driver, 3, "cow")
+    later = next_plan(driver).media
+    assert later is not None
+    assert sorted(later.free) == [0, 1]
+
+
 class TestWhole:
     """No image is computed in chunks."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine_core.worker.conftest import tiny_engine_config
+from tests.engine_core.worker.conftest import BLOCK_SIZE, tiny_engine_config
 from tests.support.media_forward import random_image
 from tests.support.media_items import make_tensor
 from tests.support.model_loading import load_on_cpu, model_config
@@ -18,6 +18,7 @@ from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
 from tokenmill_engine.worker.encoder import EncoderOutputs, as_tensor
+from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.worker import Worker
 
 FOLDER = cached_tiny_media_model("qwen2_vl")
@@ -91,6 +92,23 @@ def test_who_adds_nothing_encodes_nothing(model: MediaDecoder) -> None:
     assert rows.tokens.tolist() == [1, 2, 3]
     assert not rows.rows.any()
     assert not missing.rows
+
+
+def test_a_step_goes_on_without_the_rows_whose_images_are_missing() -> None:
+    """Row 1 looks at an entry that never was."""
+    worker = Worker(tiny_engine_config(folder=FOLDER))
+    worker.initialize()
+    alone = rehearsal_plan(1, 8, 1, BLOCK_SIZE, GREEDY)
+    expected = worker.execute(alone).wait()
+    plan = rehearsal_plan(2, 8, 1, BLOCK_SIZE, GREEDY)
+    starts = [plan.starts[0], dataclasses.replace(plan.starts[1], block_ids=([1],))]
+    media = StepMedia([], [], [PlaceholderRows(1, 1, 6, 7, 0)])
+    result = worker.execute(dataclasses.replace(plan, starts=starts, media=media)).wait()
+    assert result.errors == {1: "an image of this request could not be encoded"}
+    assert result.lost_entries == (7,)
+    assert result.num_new.tolist() == [1, 0]
+    assert result.token_ids[0].tolist() == expected.token_ids[0].tolist()
+    worker.close()
 
 
 def test_images_in_stages_are_refused_at_the_start() -> None:

@@ -6,8 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.media_items import make_tensor
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPlan, StepResult
+from tokenmill_engine.outputs import (
+    BlockAppend,
+    EncoderInput,
+    LogprobRows,
+    MediaPlace,
+    PlaceholderRows,
+    SlotStart,
+    StepMedia,
+    StepPlan,
+    StepResult,
+)
 from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, decode_plan, encode_answer, encode_plan
 
 ROWS = LogprobRows(np.ones((2, 3), np.int32), np.full((2, 3), -0.5, np.float32), np.arange(2, dtype=np.int32))
@@ -16,7 +27,10 @@ ROWS = LogprobRows(np.ones((2, 3), np.int32), np.full((2, 3), -0.5, np.float32),
 def full_plan() -> StepPlan:
     """One in which no field has its default."""
     sampling = SamplingParams(temperature=0.5, seed=3, logit_bias={5: 1.5}, bad_words_token_ids=((1, 2), (3,)))
-    start = SlotStart(4, 1 << 60, np.arange(70, dtype=np.int32), 60, 16, ([1, 2, 3], [7]), sampling, (0, 9))
+    token_ids = np.arange(70, dtype=np.int32)
+    places = (MediaPlace(20, 4, (1, 4, 4)), MediaPlace(30, 4, None))
+    start = SlotStart(4, 1 << 60, token_ids, 60, 16, ([1, 2, 3], [7]), sampling, (0, 9), places)
+    image = EncoderInput(8, "image", 4, (1, 4, 4), {"pixel_values": make_tensor((16, 24))})
     values: dict[str, Any] = {
         "step": 12,
         "slots": np.array([4, 1], np.int32),
@@ -26,6 +40,7 @@ def full_plan() -> StepPlan:
         "num_decodes": 1,
         "starts": [start],
         "appends": [BlockAppend(1, 0, 3, [8, 9]), BlockAppend(1, 1, 2, [])],
+        "media": StepMedia([3], [image], [PlaceholderRows(1, 4, 4, 8, 0)]),
     }
     return StepPlan(**values)
 
@@ -46,7 +61,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize("changes", [{}, {"appends": []}, {"starts": []}])
+@pytest.mark.parametrize("changes", [{}, {"appends": []}, {"starts": []}, {"media": None}])
 def test_plans(changes: dict[str, Any]) -> None:
     plan = dataclasses.replace(full_plan(), **changes)
     copy = decode_plan(bytearray(encode_plan(plan)))
@@ -60,7 +75,7 @@ def test_plans(changes: dict[str, Any]) -> None:
     "answer",
     [
         StepResult(
-            3, np.array([[5], [-1]], np.int32), np.array([1, 0], np.int32), {0: ROWS}, {1: ROWS}, {1: "no"}, 0.5
+            3, np.array([[5], [-1]], np.int32), np.array([1, 0], np.int32), {0: ROWS}, {1: ROWS}, {1: "no"}, 0.5, (8,)
         ),
         StepFailure(7, "step 3 failed: ValueError: no", 12.5, is_final=True),
     ],
