@@ -1,5 +1,7 @@
 """Which images a step encodes, and where chunks end because of them. No device, no model."""
 
+import dataclasses
+
 from tests.support.fake_executor import solo_run
 from tests.support.media_items import IMAGE_TOKEN, qwen_item
 from tests.support.scheduling import Driver, Setting
@@ -69,6 +71,13 @@ def test_text_knows_nothing_of_images() -> None:
     finish(driver)
     assert all(plan.media is None for plan in driver.plans)
     assert driver.plans[0].starts[0].media == ()
+
+
+def test_the_largest_image_fits_into_each_limit() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=10, max_num_encoder_tokens=30, encoder_cache_tokens=20)
+    assert config.max_item_tokens == 20
+    assert dataclasses.replace(config, max_num_encoder_tokens=15).max_item_tokens == 15
+    assert dataclasses.replace(config, disable_chunked_mm_input=True).max_item_tokens == 10
 
 
 def test_images_are_encoded_in_the_step_that_computes_their_placeholders() -> None:
