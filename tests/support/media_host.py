@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,11 +36,13 @@ class MediaHost:
     heads: list[str] = field(default_factory=list)
     num_connections: int = 0
     port: int = 0
+    tls: ssl.SSLContext | None = None
+    """It speaks https."""
     stopped: threading.Event = field(default_factory=threading.Event)
     """For handlers that never end."""
 
     def url(self, path: str, host: str = "localhost") -> str:
-        return f"http://{host}:{self.port}{path}"
+        return f"http{'' if self.tls is None else 's'}://{host}:{self.port}{path}"
 
     def serve(self, listener: socket.socket) -> None:
         while True:
@@ -53,8 +56,11 @@ class MediaHost:
             self.num_connections += 1
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        return connection if self.tls is None else self.tls.wrap_socket(connection, server_side=True)
+
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
+        with connection, contextlib.suppress(OSError), self._secured(connection) as connection:
             head = b""
             while b"\r\n\r\n" not in head:
                 data = connection.recv(65536)
@@ -68,10 +74,10 @@ class MediaHost:
 
 
 @contextlib.contextmanager
-def media_host(**pages: Handler) -> Iterator[MediaHost]:
+def media_host(tls: ssl.SSLContext | None = None, **pages: Handler) -> Iterator[MediaHost]:
     """A running host; `name=handler` is the page /name."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        host = MediaHost({f"/{name}": page for name, page in pages.items()}, port=listener.getsockname()[1])
+        host = MediaHost({f"/{name}": page for name, page in pages.items()}, port=listener.getsockname()[1], tls=tls)
         thread = threading.Thread(target=host.serve, args=(listener,))
         thread.start()
         try:

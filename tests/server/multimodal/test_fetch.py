@@ -4,12 +4,15 @@ import asyncio
 import base64
 import os
 import socket
+import ssl
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.media_host import MediaHost, answer, media_host, redirect
+from tokenmill_server.multimodal import fetch as fetching
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file
 from tokenmill_server.multimodal.settings import MediaSettings
@@ -27,6 +30,23 @@ def test_bytes_of_a_page() -> None:
         assert get(host.url("/picture")) == b"picture"
         assert f"\r\nHost: localhost:{host.port}\r\n" in host.heads[0]
         assert "\r\nAccept-Encoding: identity\r\n" in host.heads[0]
+
+
+def test_https(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate must be of the name in the address, and of somebody who is known."""
+    certificate = Path(__file__).parents[2] / "data" / "localhost.pem"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    settings = replace(LOCAL, allowed_domains=("localhost", "127.0.0.1"))
+    with media_host(context, picture=answer(b"picture")) as host:
+        with pytest.raises(MediaError, match="certificate of 'localhost' is not valid: self-signed"):
+            get(host.url("/picture"), settings)
+        known = ssl.create_default_context(cafile=certificate)
+        monkeypatch.setattr(fetching, "_tls", lambda: known)
+        assert get(host.url("/picture"), settings) == b"picture"
+        with pytest.raises(MediaError, match=r"certificate of '127\.0\.0\.1' is not valid: IP address mismatch"):
+            get(host.url("/picture", "127.0.0.1"), settings)
+        assert host.paths == ["/picture"]
 
 
 def test_ways_to_frame_a_body() -> None:
