@@ -187,7 +187,7 @@ class MediaAllowance:
         granted = self._allowance.grant(asked, num_computed) if asked else 0
         kept = _end_outside(request, num_computed, granted)
         self._allowance.num_granted -= granted - kept
-        if kept:
+        if kept or (asked and not granted):
             return kept
         # The row begins with an image for which there are not enough tokens left.
         first = items_within(request.media, num_computed, num_computed + 1)[0].num_tokens

@@ -9,7 +9,8 @@ from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.request import Request
-from tokenmill_engine.scheduler.budget import Allowance
+from tokenmill_engine.scheduler.budget import Allowance, TimedAllowance
+from tokenmill_engine.scheduler.cost_model import StepCostModel
 from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, comparable_s, encoder_key
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -351,6 +352,18 @@ class TestWhole:
         plan = next_plan(driver)
         assert plan.num_scheduled.tolist() == [1, 50]
         finish(driver)
+
+    def test_a_row_that_gets_no_time_waits(self) -> None:
+        """Others had the tokens that a step may always compute, and its time is up: nothing is granted in front of
+        the image either."""
+        driver = Driver(Setting())
+        first, second = add(driver, 1, 32), add(driver, 2, 3, "cat", 1)
+        budget = EncoderBudget(SchedulerConfig(max_num_batched_tokens=64, disable_chunked_mm_input=True))
+        model = StepCostModel(64, ((8, 0.01), (64, 0.02)))
+        allowance = budget.share(TimedAllowance(64, 1, 10, 0.001, model))
+        assert allowance.grant(first, 32, 0) == 32
+        assert allowance.num_left > 0
+        assert allowance.grant(second, 8, 0) == 0
 
     def test_nobody_gets_ahead_of_an_image_that_needs_the_tokens_of_those_who_stream(self) -> None:
         driver = Driver(Setting(budget=8, whole_images=True, depth=1))
