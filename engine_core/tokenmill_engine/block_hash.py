@@ -8,8 +8,10 @@ API servers name the blocks of prompts too, to find the engine core that has the
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NewType
 
 import msgspec
@@ -33,6 +35,9 @@ class MediaSpan:
     content_hash: str
 
 
+_end_of = attrgetter("end")
+
+
 def media_spans(items: Iterable[MediaItem]) -> tuple[MediaSpan, ...]:
     """Where the media of a prompt stand. The grid counts too: it decides the positions of the tokens behind it."""
     return tuple(
@@ -48,6 +53,7 @@ class CacheKey:
     lora_id: int | None = None
     cache_salt: str | None = None
     media: tuple[MediaSpan, ...] = ()
+    """Ascending; none overlaps another."""
 
     def root(self) -> BlockHash:
         """The parent of the first block."""
@@ -58,7 +64,12 @@ class CacheKey:
         """Media in positions `start` .. `end` - 1: content and offset, so that a shifted image is another block."""
         if not self.media:
             return b""
-        inside = [(m.start - start, m.content_hash) for m in self.media if m.start < end and m.end > start]
+        inside = []
+        for index in range(bisect_right(self.media, start, key=_end_of), len(self.media)):
+            span = self.media[index]
+            if span.start >= end:
+                break
+            inside.append((span.start - start, span.content_hash))
         return msgspec.msgpack.encode(inside) if inside else b""
 
 

@@ -1,7 +1,11 @@
 """Block names: equal exactly when everything that the keys and values depend on is equal."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tokenmill_engine.block_hash import BlockHash, CacheKey, MediaSpan, hash_block, hash_full_blocks
 
@@ -63,3 +67,15 @@ def test_where_media_begin_matters() -> None:
 def test_media_over_two_blocks_change_both() -> None:
     spread = CacheKey(media=(MediaSpan(14, 18, "cat"),))
     assert not set(names()) & set(names(key=spread))
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 60), st.integers(1, 20))
+def test_a_block_is_named_by_the_media_in_it(sizes: list[int], start: int, length: int) -> None:
+    """Gaps and media in turn; other media further away change nothing."""
+    ends = np.cumsum(sizes).tolist()
+    spans = [MediaSpan(first, last, str(first)) for first, last in pairwise(ends) if first < last][::2]
+    inside = tuple(span for span in spans if span.start < start + length and span.end > start)
+    assert CacheKey(media=tuple(spans)).extra(start, start + length) == CacheKey(media=inside).extra(
+        start, start + length
+    )
+    assert bool(CacheKey(media=tuple(spans)).extra(start, start + length)) == bool(inside)
