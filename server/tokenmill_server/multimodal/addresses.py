@@ -25,6 +25,8 @@ _FORBIDDEN_CHARS = re.compile(r"[\x00-\x20\x7f\\]")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _LINK_LOCAL_V4 = ipaddress.IPv4Network("169.254.0.0/16")
+_CLOUD_SERVICES = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100.100.200", "fd00:ec2::254")))
+"""Azure's is in a public network. See learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16."""
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -51,6 +53,8 @@ class Target:
 
 def is_public(address: IPAddress) -> bool:
     """Whether `address` is one of the internet's, reachable by everyone. Addresses within addresses count as both."""
+    if address in _CLOUD_SERVICES:
+        return False
     if isinstance(address, ipaddress.IPv4Address):
         return address.is_global and not (address.is_multicast or address.is_reserved)
     inner = _inner(address)
@@ -66,9 +70,11 @@ def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
     return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else None
 
 
-def _is_link_local(address: IPAddress) -> bool:
-    """Where clouds hand out credentials of the machine."""
+def _is_of_the_machine(address: IPAddress) -> bool:
+    """Link-local, or else where a cloud hands out credentials of the machine."""
     inner = _inner(address) if isinstance(address, ipaddress.IPv6Address) else address
+    if address in _CLOUD_SERVICES or inner in _CLOUD_SERVICES:
+        return True
     return address.is_link_local if inner is None else inner in _LINK_LOCAL_V4
 
 
@@ -130,7 +136,8 @@ async def resolve(target: Target, settings: MediaSettings) -> list[str]:
     """The addresses of the target's host, all of them checked. Connect to these and to nothing else.
 
     Raises MediaError if the host may not be asked, or has no address, or one that is not public. A host that
-    --allowed-media-domains names may be in a private network, but never be link-local.
+    --allowed-media-domains names may be in a private network, but never be link-local or a cloud's service of this
+    machine.
     """
     check_domain(target, settings)
     loop = asyncio.get_running_loop()
@@ -141,7 +148,7 @@ async def resolve(target: Target, settings: MediaSettings) -> list[str]:
     texts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in texts]
     listed = bool(settings.allowed_domains)
-    if not addresses or any(_is_link_local(each) or not (listed or is_public(each)) for each in addresses):
+    if not addresses or any(_is_of_the_machine(each) or not (listed or is_public(each)) for each in addresses):
         raise MediaError(
             f"media from {shown(target.host)} are not allowed: it is not a public address; "
             "--allowed-media-domains names hosts of private networks that may be asked"
@@ -156,7 +163,10 @@ def local_file(url: str, settings: MediaSettings) -> Path:
     """
     if settings.local_path is None:
         raise MediaError("file: addresses are not allowed; the server was started without --allowed-local-media-path")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise MediaError("the file: address is malformed") from error
     if parts.netloc not in ("", "localhost"):
         raise MediaError("a file: address names a file of the server, without a host")
     refused = MediaError("the file is not in the folder of --allowed-local-media-path, or does not exist")

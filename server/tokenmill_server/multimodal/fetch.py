@@ -30,6 +30,7 @@ _READ_BYTES = 256 * 1024
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _DATA_HEAD = re.compile(r"data:(?P<type>[^,;]*)(?P<options>(;[^,;]*)*),", re.IGNORECASE)
 _DATA_HEAD_CHARS = 512
+_PIECE_CHARS = 64 * 1024
 
 
 class Budget:
@@ -69,13 +70,13 @@ def read_data_url(url: str, budget: Budget) -> bytes:
     if match is None:
         raise MediaError("a data: address looks like data:image/png;base64,iVBORw0...")
     if not match["options"].lower().endswith(";base64"):
-        data = unquote_to_bytes(url[match.end() :])
+        data = _unquoted(url[match.end() :])
         budget.take(len(data))
         return data
     budget.check((len(url) - match.end()) // 4 * 3 - 3)
     text = url[match.end() :]
     if "%" in text:
-        text = unquote_to_bytes(text).decode("latin-1")
+        text = _unquoted(text).decode("latin-1")
     text = "".join(text.split())
     try:
         data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=_altchars(text), validate=True)
@@ -83,6 +84,18 @@ def read_data_url(url: str, budget: Budget) -> bytes:
         raise MediaError(f"the data: address is not base64: {error}") from error
     budget.take(len(data))
     return data
+
+
+def _unquoted(text: str) -> bytes:
+    """Percent-decoded piece by piece: each escape is an object meanwhile, and other threads get no turn in a piece."""
+    pieces, start = [], 0
+    while start < len(text):
+        end = start + _PIECE_CHARS
+        if end < len(text) and (escape := text.rfind("%", end - 2, end)) >= 0:
+            end = escape
+        pieces.append(unquote_to_bytes(text[start:end]))
+        start = end
+    return b"".join(pieces)
 
 
 def _altchars(text: str) -> bytes | None:
@@ -133,7 +146,10 @@ async def _follow(url: str, settings: MediaSettings, budget: Budget) -> bytes:
             raise MediaError(f"the media address {shown(url)} redirects, which this server does not follow")
         if not answer.location:
             raise MediaError(f"the media address {shown(url)} redirects to nowhere")
-        here = urljoin(here, answer.location)
+        try:
+            here = urljoin(here, answer.location)
+        except ValueError as error:
+            raise MediaError(f"the media address {shown(url)} redirects to a malformed address") from error
     raise MediaError(f"the media address {shown(url)} redirects more than {_MAX_REDIRECTS} times")
 
 
@@ -198,7 +214,8 @@ class _Answer:
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
         self._chunks: list[bytes] = []
-        self._num_head_bytes = 0
+        self._num_bytes = 0
+        self._num_body_bytes = 0
         self._has_head = False
         self._failure: MediaError | None = None
         self.is_complete = False
@@ -211,16 +228,19 @@ class _Answer:
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes. Raises MediaError."""
-        if not self._has_head:
-            self._num_head_bytes += len(data)
+        self._num_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise self._failure or MediaError("the host of the media address does not speak HTTP") from error
         if self._failure is not None:
             raise self._failure
-        if not self._has_head and self._num_head_bytes > _MAX_HEAD_BYTES:
-            raise MediaError(f"the host of the media address sends headers of more than {_MAX_HEAD_BYTES} bytes")
+        # Headers, those behind the body, and what is around each chunk: chunks of single bytes would be mostly that.
+        most = _MAX_HEAD_BYTES + self._num_body_bytes // 8
+        if not self.is_complete and self._num_bytes - self._num_body_bytes > most:
+            raise MediaError(
+                f"the host of the media address sends more than {most} bytes in headers and around the media"
+            )
 
     def end(self) -> None:
         """The host has sent everything. Raises MediaError if that is not all it had promised."""
@@ -259,6 +279,7 @@ class _Answer:
     def on_body(self, data: bytes) -> None:
         if self._failure is None and not self.is_complete:
             self._chunks.append(data)
+            self._num_body_bytes += len(data)
             self._try(lambda: self._budget.take(len(data)))
 
     def on_message_complete(self) -> None:

@@ -14,7 +14,16 @@ from tokenmill_server.multimodal.settings import MediaSettings
 PUBLIC = ["1.1.1.1", "8.8.8.8", "93.184.216.34", "2606:4700:4700::1111", "2a00:1450:4001:80e::200e", "64:ff9b::808:808"]
 PRIVATE = [
     *("127.0.0.1", "127.255.255.254", "0.0.0.0", "0.1.2.3", "10.0.0.1", "172.16.0.1", "172.31.255.255", "192.168.1.1"),
-    *("169.254.169.254", "100.64.0.1", "192.0.2.1", "198.18.0.1", "203.0.113.5", "224.0.0.1", "240.0.0.1"),
+    *(
+        "169.254.169.254",
+        "168.63.129.16",
+        "100.64.0.1",
+        "192.0.2.1",
+        "198.18.0.1",
+        "203.0.113.5",
+        "224.0.0.1",
+        "240.0.0.1",
+    ),
     *("255.255.255.255", "::", "::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "fe80::1", "fec0::1"),
     *("fc00::1", "fd00:ec2::254", "ff02::1", "2001:db8::1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1"),
     *("2002:7f00:1::", "2001:0:7f00:1::1", "100::1"),
@@ -87,14 +96,17 @@ def test_one_private_address_among_several_is_enough(monkeypatch: pytest.MonkeyP
 
 def test_domains() -> None:
     """Listed hosts only; they may be private, but not link-local. No other spelling of a listed host is listed."""
-    settings = MediaSettings(allowed_domains=("localhost", "127.0.0.1", "169.254.169.254"))
+    settings = MediaSettings(allowed_domains=("localhost", "127.0.0.1"))
     assert set(asyncio.run(resolve(parse_target("http://LocalHost/"), settings))) <= {"127.0.0.1", "::1"}
     assert asyncio.run(resolve(parse_target("http://127.0.0.1:99/"), settings)) == ["127.0.0.1"]
     for url in ("http://2130706433/", "http://[::1]/", "http://1.1.1.1/", "http://localhost.example/", "http://127.1/"):
         with pytest.raises(MediaError, match="--allowed-media-domains"):
             asyncio.run(resolve(parse_target(url), settings))
-    with pytest.raises(MediaError, match="not a public address"):
-        asyncio.run(resolve(parse_target("http://169.254.169.254/"), settings))
+    machine = ("169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "::ffff:169.254.169.254")
+    for host in machine:
+        url = f"http://[{host}]/" if ":" in host else f"http://{host}/"
+        with pytest.raises(MediaError, match="not a public address"):
+            asyncio.run(resolve(parse_target(url), MediaSettings(allowed_domains=machine)))
 
 
 def test_what_goes_into_the_request() -> None:
@@ -125,6 +137,8 @@ def test_files(tmp_path: Path) -> None:
     for url in ("file:///etc/passwd", f"file://{outside}/x.png"):
         with pytest.raises(MediaError, match="not in the folder"):
             local_file(url, settings)
+    with pytest.raises(MediaError, match="malformed"):
+        local_file("file://[", settings)
     with pytest.raises(MediaError, match="without a host"):
         local_file("file://host.example/x.png", settings)
     with pytest.raises(MediaError, match="--allowed-local-media-path"):

@@ -39,7 +39,7 @@ def test_https(monkeypatch: pytest.MonkeyPatch) -> None:
     context.load_cert_chain(certificate)
     settings = replace(LOCAL, allowed_domains=("localhost", "127.0.0.1"))
     with media_host(context, picture=answer(b"picture")) as host:
-        with pytest.raises(MediaError, match="certificate of 'localhost' is not valid: self-signed"):
+        with pytest.raises(MediaError, match=r"certificate of 'localhost' is not valid: self.signed"):
             get(host.url("/picture"), settings)
         known = ssl.create_default_context(cafile=certificate)
         monkeypatch.setattr(fetching, "_tls", lambda: known)
@@ -99,7 +99,9 @@ def test_redirects_are_checked_like_the_first_address(spelling: str) -> None:
         assert (host.paths, sink.num_connections) == (["/to"], 0)
 
 
-@pytest.mark.parametrize("location", ["file:///etc/passwd", "data:image/png;base64,AAAA", "ftp://localhost/", ""])
+@pytest.mark.parametrize(
+    "location", ["file:///etc/passwd", "data:image/png;base64,AAAA", "ftp://localhost/", "http://[", ""]
+)
 def test_redirects_to_no_host(location: str) -> None:
     with media_host(to=redirect(location)) as host, pytest.raises(MediaError):
         get(host.url("/to"))
@@ -158,6 +160,21 @@ def test_endless_headers() -> None:
         get(host.url("/endless"))
 
 
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [(b"1\r\nx\r\n0\r\n", b"X-More: and more\r\n" * 1000), (b"", b"1\r\nx\r\n" * 10_000), (b"1;", b"x" * 65536)],
+    ids=["headers behind the body", "chunks of one byte", "what a chunk says of itself"],
+)
+def test_what_is_around_the_media_is_limited_as_well(start: bytes, more: bytes) -> None:
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + start)
+        while True:
+            connection.sendall(more)
+
+    with media_host(endless=endless) as host, pytest.raises(MediaError, match="around the media"):
+        get(host.url("/endless"))
+
+
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 def test_time_is_limited_for_the_whole(start: bytes) -> None:
     """Also for a host that sends a byte now and then."""
@@ -177,12 +194,16 @@ def test_broken_answers() -> None:
     def nonsense(connection: socket.socket) -> None:
         connection.sendall(b"220 mail.example ESMTP\r\n\r\n")
 
+    def upgrade(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+
     pages = {
         "missing": (answer(b"no", "404 Not Found"), "status 404"),
         "failed": (answer(b"no", "500 Oh"), "status 500"),
         "nothing": (lambda connection: None, "ended the connection early"),
         "short": (answer(b"pict", length=7), "ended the connection early"),
         "nonsense": (nonsense, "does not speak HTTP"),
+        "upgrade": (upgrade, "does not speak HTTP"),
         "packed": (answer(b"\x1f\x8b", "200 OK", "Content-Encoding: gzip"), "compressed as 'gzip'"),
     }
     with media_host(**{name: page for name, (page, _) in pages.items()}) as host:
@@ -196,7 +217,7 @@ def test_unreachable_hosts() -> None:
         port = host.port
     with pytest.raises(MediaError, match="cannot be reached"):
         get(MediaHost(port=port).url("/x"))
-    settings = MediaSettings(allowed_domains=("nowhere.invalid",))
+    settings = replace(LOCAL, allowed_domains=("nowhere.invalid",))
     with pytest.raises(MediaError, match="cannot be found"):
         get("http://nowhere.invalid/", settings)
 
@@ -213,6 +234,9 @@ def test_data_urls() -> None:
     assert read("data:image/png;base64,AA") == b"\0"
     assert read("data:image/png;base64,AA E\nC") == b"\0\1\2"
     assert read("data:text/plain,a%20b") == b"a b"
+    long = bytes(range(256)) * 1000
+    for lead in ("", "x", "xx"):  # Pieces end at any part of an escape.
+        assert read(f"data:,{lead}" + "".join(f"%{byte:02x}" for byte in long), 10**6) == lead.encode() + long
     for url in ("data:image/png;base64", "data:image/png;base64,A", "data:image/png;base64,####", "data:" + "x" * 999):
         with pytest.raises(MediaError, match="data: address"):
             read(url)
