@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from tokenmill_server.multimodal.addresses import MediaError
 
@@ -75,8 +75,10 @@ def check_size(image: Image.Image, max_pixels: int) -> None:
 def to_picture(image: Image.Image) -> Picture:
     """The pixels of an image of Pillow's, upright and in RGB. It is not changed."""
     image.load()
-    upright = ImageOps.exif_transpose(image)
-    return Picture(np.asarray(upright.convert("RGB")))
+    # Both would copy an image which they need not change.
+    is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    upright = ImageOps.exif_transpose(image) if is_turned else image
+    return Picture(np.asarray(upright if upright.mode == "RGB" else upright.convert("RGB")))
 
 
 def _too_large(max_pixels: int) -> MediaError:

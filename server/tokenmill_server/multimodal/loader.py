@@ -20,7 +20,7 @@ from tokenmill_server.multimodal.processor import ImageProcessor, PreparedImage
 from tokenmill_server.multimodal.settings import MediaSettings
 
 _FETCHES_PER_THREAD = 4
-"""How many fetches there may be at a time: each holds what it has so far in memory."""
+"""How many images from hosts there may be at a time: each is in memory until it is decoded."""
 
 
 class TokenRoom:
@@ -79,7 +79,7 @@ class MediaLoader:
             if isinstance(data, str) and scheme_of(data) in ("http", "https"):
                 async with self._fetches:
                     fetched = await fetch(data, self._settings, budget)
-                return await loop.run_in_executor(self._threads, self._decode_and_prepare, fetched, source, room)
+                    return await loop.run_in_executor(self._threads, self._decode_and_prepare, fetched, source, room)
             return await loop.run_in_executor(self._threads, self._read_and_prepare, source, budget, room)
         except MediaError as error:
             raise MediaError(str(error), source.param) from error

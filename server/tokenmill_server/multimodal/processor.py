@@ -16,6 +16,7 @@ from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import ImageOptions
 from tokenmill_server.multimodal.keys import media_key
+from tokenmill_server.multimodal.settings import MediaSettings
 
 Detail = Literal["auto", "low", "high"]
 Pixels = NDArray[np.uint8]
@@ -23,6 +24,8 @@ Floats = NDArray[np.float32]
 
 _MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_PIXELS = 512 * 512
+_MAX_SQUARE_PIXELS = MediaSettings().max_pixels
+"""Of an image that is padded: one of few pixels may be as long as it likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,10 @@ def _pad_to_square(pixels: Pixels, mean: tuple[float, float, float] | None) -> P
     if height == width:
         return pixels
     side = max(height, width)
+    if side**2 > _MAX_SQUARE_PIXELS:
+        raise MediaError(
+            f"the image has {width} x {height} pixels; its square would have more than {_MAX_SQUARE_PIXELS}"
+        )
     square = np.empty((side, side, 3), np.uint8)
     square[:] = 0 if mean is None else [int(value * 255) for value in mean]
     top, left = (side - height) // 2, (side - width) // 2

@@ -14,6 +14,7 @@ from tests.support.pictures import encoded, noise, picture_url
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
+from tokenmill_server.multimodal import loader as loading_of_images
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import read_image_options
@@ -90,6 +91,39 @@ def test_one_that_fails_ends_the_others(loader: MediaLoader) -> None:
         with pytest.raises(MediaError, match="no image that can be read") as failure:
             load(loader, source(host.url("/never")), source("data:,x", 1))
     assert failure.value.param == "image 1"
+
+
+def test_no_more_is_fetched_than_can_soon_be_decoded(
+    processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was fetched is in memory until then."""
+    single = MediaLoader(processor, MediaSettings(loading_threads=1))
+    num_fetched, go_on = 0, threading.Event()
+    data = encoded(noise(20, 30))
+
+    async def fetched(*_arguments: object) -> bytes:
+        nonlocal num_fetched
+        num_fetched += 1
+        return data
+
+    def prepare(picture: Picture, detail: Detail = "auto") -> PreparedImage:
+        go_on.wait()
+        return ImageProcessor.prepare(processor, picture, detail)
+
+    async def work() -> int:
+        loading = asyncio.ensure_future(single.load([source("http://x.example/")] * 20, TokenRoom(10_000, 10_000)))
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        before = num_fetched
+        go_on.set()
+        assert len(await loading) == 20
+        return before
+
+    monkeypatch.setattr(loading_of_images, "fetch", fetched)
+    monkeypatch.setattr(processor, "prepare", prepare)
+    assert asyncio.run(work()) == 4
+    assert num_fetched == 20
+    single.close()
 
 
 def test_all_images_of_a_request_share_its_bytes(processor: WatchedProcessor) -> None:
