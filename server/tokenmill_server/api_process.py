@@ -263,6 +263,8 @@ class ApiServer:
             self._cut_off(server)
             await server.wait_idle(_LAST_WORDS_S)
         await server.close()
+        if context.images is not None:
+            context.images.close()
         _tell(self._channel, Drained(self._num_cut_off), self._start.run_dir)
         return True
 

@@ -1,5 +1,6 @@
 """What is checked of the flags of images before anything loads."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ def resolve_media(fields: dict[str, Any], files: ModelFiles, stated_path: str) -
     Raises ConfigError if the folder is none, or if the model's images cannot be prepared.
     """
     settings = MediaSettings(**fields)
-    if settings.local_path is not None and not Path(settings.local_path).expanduser().is_dir():
-        raise ConfigError(f"{stated_path} is not a folder; name one that is there")
+    if settings.local_path is not None:
+        folder = Path(settings.local_path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"{stated_path} is not a folder; name one that is there")
+        settings = replace(settings, local_path=str(folder))
     if files.media is not None and settings.max_images > 0:
         read_image_options(Path(files.path), files.media)
     return settings

@@ -78,12 +78,21 @@ class ImageOptions:
 
 
 def read_image_options(folder: Path, media: MediaConfig) -> ImageOptions:
-    """Options of the model in `folder`. Raises ConfigError for what this version does not do exactly."""
+    """Options of the model in `folder`. Raises ConfigError for what is malformed, or not done exactly."""
     given, source = _read(folder)
+    try:
+        return _options(given, media, source)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{source} is malformed: {error!r}") from error
+
+
+def _options(given: Mapping[str, Any], media: MediaConfig, source: str) -> ImageOptions:
     method = _method(given, media, source)
     values = {**_COMMON, **_DEFAULTS[method], **{key: value for key, value in given.items() if value is not None}}
     if not values["do_resize"]:
         raise ConfigError(f"{source}: images that are not resized (do_resize) are not supported")
+    if int(values["resample"]) not in range(6):
+        raise ConfigError(f"{source}: resample is {values['resample']}; Pillow's filters have the numbers 0 to 5")
     normalizes = bool(values["do_normalize"])
     common: dict[str, Any] = {
         "method": method,

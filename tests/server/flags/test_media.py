@@ -77,6 +77,13 @@ def test_the_folder_must_be_there() -> None:
         configure("--allowed-local-media-path", "/nowhere")
 
 
+def test_a_folder_at_home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pictures").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    media = configure("--allowed-local-media-path", "~/pictures").server.media
+    assert media.local_path == str(tmp_path / "pictures")
+
+
 def test_how_images_are_prepared_must_be_known_at_start(tmp_path: Any) -> None:
     folder = make_tiny_media_model(tmp_path / "model", "qwen2_vl")
     assert configure("--model", str(folder)).engine.model.media is not None

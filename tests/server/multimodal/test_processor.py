@@ -120,6 +120,14 @@ def test_extreme_proportions_are_refused(tmp_path: Path) -> None:
             processor(tmp_path, media, {"image_processor_type": name}).prepare(Picture(noise(1, 203)))
 
 
+def test_a_line_does_not_become_a_square_of_any_size(tmp_path: Path) -> None:
+    """Of 20 000 pixels 400 million would become."""
+    config = {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **edges(56, 56)}
+    line = np.zeros((1, 20_000, 3), np.uint8)
+    with pytest.raises(MediaError, match="20000 x 1 pixels; its square"):
+        processor(tmp_path, tower("clip", 56), config).prepare(Picture(line))
+
+
 @pytest.mark.parametrize(
     ("media", "config", "message"),
     [
@@ -127,6 +135,8 @@ def test_extreme_proportions_are_refused(tmp_path: Path) -> None:
         (QWEN, {"image_processor_type": "PixtralImageProcessor"}, "PixtralImageProcessor; supported: Qwen2VL"),
         (QWEN, {"image_processor_type": "CLIPImageProcessor"}, "does not fit"),
         (QWEN, {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16}, "patch_size is 16, but 14"),
+        (QWEN, {"image_processor_type": "Qwen2VLImageProcessor", "size": {"height": 56}}, "malformed: .*shortest_edge"),
+        (QWEN, {"image_processor_type": "Qwen2VLImageProcessor", "resample": 7}, "resample is 7"),
         (tower("clip", 336), {"image_processor_type": "CLIPImageProcessor"}, r"\(224, 224\), but .* 336 x 336"),
         (tower("clip", 224), {"image_processor_type": "CLIPImageProcessor", "do_resize": False}, "do_resize"),
         (tower("clip", 224), {"image_processor_type": "CLIPImageProcessor", "do_pad": True}, "do_pad"),
