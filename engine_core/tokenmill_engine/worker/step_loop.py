@@ -18,7 +18,7 @@ from tokenmill_engine.errors import EngineDeadError, EngineError
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.backend import PendingStep, StepWorker
+from tokenmill_engine.worker.runner import PendingStep, StepWorker
 from tokenmill_engine.worker.wire import Answer, StepFailure, decode_plan, encode_answer
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,7 @@
 """Plans of a worker's process on a device that works on while the next plan comes, and on one that does not."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -251,3 +253,9 @@ def test_the_end_waits_for_steps_under_way(start: Callable[..., Loop]) -> None:
     device.ends[1].set()
     assert token_of(loop.receive()) == 1
     wait_for(loop.has_ended, DEADLINE_S, "the end of the loop")
+
+
+def test_a_worker_process_begins_without_torch() -> None:
+    """It is imported beside what else a start takes."""
+    script = "import sys, tokenmill_engine.worker.process; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
