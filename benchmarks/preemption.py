@@ -3,7 +3,7 @@
 Starts a server whose KV cache is too small for its load, then one with each remedy, and sends all of them the same
 requests over HTTP. Preemptions and the tokens of all steps come from /metrics, latencies from `tokenmill bench serve`.
 The counts tell whether a remedy helps; what it costs in speed on a CPU says nothing about GPUs. `--setting gpu` has
-sizes for an 8B shape on cards of 80 GB (`--model`), two of them for the remedies that spread a model.
+sizes for an 8B shape (`--model`), and wants two cards for the remedies that spread a model.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenmill_engine.config.device import detect_device
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_server.bench.compare_plan import Load
 from tokenmill_server.bench.compare_process import Log
@@ -42,6 +43,11 @@ class Setting:
             yield name, {**self.base, **flags}
 
 
+def _share(num_bytes: float) -> str:
+    """For --gpu-memory-utilization, whatever the size of the card."""
+    return f"{min(num_bytes / detect_device().total_memory_bytes, 0.95):.3f}"
+
+
 SETTINGS = {
     "cpu": Setting(
         {"device": "cpu", "kv-cache-memory-bytes": "56M", "max-num-seqs": "16"},
@@ -57,9 +63,14 @@ SETTINGS = {
         Load("16 clients 192/96", "serve", 96, 192, 96, 16, warms_up=False),
     ),
     "gpu": Setting(
-        {"load-format": "dummy", "max-model-len": "8192", "gpu-memory-utilization": "0.27", "max-num-seqs": "128"},
         {
-            "more cache": {"gpu-memory-utilization": "0.45"},
+            "load-format": "dummy",
+            "max-model-len": "8192",
+            "gpu-memory-utilization": _share(23e9),
+            "max-num-seqs": "128",
+        },
+        {
+            "more cache": {"gpu-memory-utilization": _share(38e9)},
             "fewer requests at once": {"max-num-seqs": "64"},
             "fewer tokens in a step": {"max-num-batched-tokens": "128"},
             "pipeline parallel, 2": {"pipeline-parallel-size": "2"},
