@@ -16,7 +16,7 @@ from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.step_loop import StepLoop
 from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, encode_plan
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Step:
