@@ -9,7 +9,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -86,7 +85,6 @@ def main() -> NoReturn:
     parser.add_argument("--answers", type=int, nargs=3, required=True, help="descriptors of the ring to write")
     parser.add_argument("--gpu", action="store_true", help="may compute on the visible GPU with its rank")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     become_child(f"worker {args.rank}", args.parent_pid)
     channel: ControlChannel[WorkerStart] = ControlChannel.from_fd(args.control_fd, WorkerStart)
     memory, wake, space = args.plans

@@ -22,6 +22,7 @@ from tests.support.server import wait_for
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.ipc.control import EngineFailed, Ping, Pulse, StartFailed
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.messages import EngineLoad, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -197,15 +198,15 @@ class TestStart:
             assert child.process.wait(timeout=DEADLINE_S) == 1
             check_gone(workers)
 
-    @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "close"])
+    @pytest.mark.parametrize("how", [signal.SIGKILL, END_SIGNAL, "close"])
     @pytest.mark.parametrize("title", ["tokenmill: worker ", r"tokenmill: worker 0\.\d"])
-    def test_workers_that_load_end_with_their_engine_core(self, title: str, how: str) -> None:
+    def test_workers_that_load_end_with_their_engine_core(self, title: str, how: signal.Signals | str) -> None:
         """At any moment: when they have just begun, or know what to be."""
         with started_engine(config()) as (child, _, _):
             workers = wait_for_workers(child.process.pid, title)
-            if how == "close":
-                child.channel.close()
+            if isinstance(how, signal.Signals):
+                child.process.send_signal(how)
             else:
-                child.process.send_signal(signal.Signals[how])
+                child.channel.close()
             check_gone(workers)
             assert child.process.wait(DEADLINE_S) in (0, 1, -9)
