@@ -38,6 +38,7 @@ from tokenmill_engine.ipc.control import (
     MetricsWanted,
     Ping,
     Pulse,
+    RanksMissing,
     Serving,
     StartFailed,
     ToApiServer,
@@ -139,7 +140,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         engine_config=start.engine,
         inputs=inputs,
         generator=TextGenerator(client, tokenizer, metrics),
-        readiness=Readiness(num_engines, start.engine.data_parallel_size_local),
+        readiness=Readiness(num_engines),
         started_at=int(time.time()),
         fingerprint=_fingerprint(start),
         metrics=metrics,
@@ -229,10 +230,13 @@ class ApiServer:
     def _receive(self) -> None:
         try:
             for message in self._channel.receive_available():
-                if isinstance(message, Ping):
-                    _tell(self._channel, Pulse(), self._start.run_dir)
-                else:
-                    self._events.put_nowait(message)
+                match message:
+                    case Ping():
+                        _tell(self._channel, Pulse(), self._start.run_dir)
+                    case RanksMissing(ranks=ranks):
+                        self._context.readiness.ranks_missing(ranks)
+                    case _:
+                        self._events.put_nowait(message)
         except ChannelClosedError:
             exit_orphaned(self._start.run_dir)
 

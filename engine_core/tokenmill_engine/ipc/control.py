@@ -87,6 +87,13 @@ class EnginesReady(msgspec.Struct, tag=True, frozen=True):
     """Those of `engines` that are."""
 
 
+class RanksMissing(msgspec.Struct, tag=True, frozen=True):
+    """To every API server of a head that starts, whenever it changes, and to a restarted one."""
+
+    ranks: list[int]
+    """Those that no launcher has, ascending."""
+
+
 class Ping(msgspec.Struct, tag=True, frozen=True):
     """To a child that is ready: answer with a Pulse at once, from where nothing that takes long is done."""
 
@@ -136,5 +143,6 @@ class MetricsFetched(msgspec.Struct, tag=True, frozen=True):
 
 EngineControl = EngineStart | Ping
 FromEngine = EngineReady | Pulse | StartFailed | EngineFailed
-ToApiServer = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | MetricsFetched | Ping | Drain
+EngineNews = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | RanksMissing
+ToApiServer = EngineNews | MetricsFetched | Ping | Drain
 FromApiServer = Listening | Serving | MetricsWanted | Pulse | Drained | StartFailed
