@@ -11,7 +11,7 @@ import pytest
 
 from tokenmill_server.bench import compare, compare_report
 from tokenmill_server.bench.compare_plan import Load
-from tokenmill_server.bench.compare_process import Log, SideError, running_process
+from tokenmill_server.bench.compare_process import Log, Program, SideError, running_process
 from tokenmill_server.bench.compare_sides import (
     Deadline,
     Model,
@@ -36,7 +36,7 @@ LEAVES_A_CHILD = 'subprocess.Popen([sys.executable, "-c", "import time; time.sle
 def start(tmp_path: Path, program: str, limit_s: float = 60.0) -> RunningDriver:
     """The error that `started_driver` raises leaves this function."""
     log = Log(tmp_path / "side.log")
-    with started_driver([sys.executable, "-c", program], os.environ, log, MODEL, Deadline(limit_s)) as driver:
+    with started_driver(Program([sys.executable, "-c", program], os.environ), log, MODEL, Deadline(limit_s)) as driver:
         return driver
 
 
@@ -56,7 +56,7 @@ def test_a_driver_whose_child_holds_its_output_open_is_seen_to_end(tmp_path: Pat
     program = f"{READY}{LEAVES_A_CHILD}sys.stdin.readline(); sys.exit('out of memory')"
     log = Log(tmp_path / "side.log")
     command = [sys.executable, "-c", program]
-    with started_driver(command, os.environ, log, MODEL, Deadline(600.0)) as driver:
+    with started_driver(Program(command, os.environ), log, MODEL, Deadline(600.0)) as driver:
         began_s = time.monotonic()
         with pytest.raises(SideError, match="out of memory"):
             driver.measure(Load("a load", "decode", 1, 1, 1), 0)
@@ -66,7 +66,7 @@ def test_a_driver_whose_child_holds_its_output_open_is_seen_to_end(tmp_path: Pat
 def test_what_a_driver_left_behind_ends_with_it(tmp_path: Path) -> None:
     log = Log(tmp_path / "side.log")
     program = f"import subprocess, sys\n{LEAVES_A_CHILD}"
-    with running_process([sys.executable, "-c", program], os.environ, log) as process:
+    with running_process(Program([sys.executable, "-c", program], os.environ), log) as process:
         process.wait(60)
         group = process.pid
         assert _living(group)
@@ -98,7 +98,7 @@ def test_a_server_that_never_starts_costs_its_share_of_the_time(tmp_path: Path) 
     command = [sys.executable, "-c", "import time; time.sleep(300)"]
     with (
         pytest.raises(SideError, match=r"Connection refused: the time limit was reached \(\d s\)"),
-        started_server(command, os.environ, Log(tmp_path / "side.log"), server),
+        started_server(Program(command, os.environ), Log(tmp_path / "side.log"), server),
     ):
         pytest.fail("it never answers")
 
@@ -108,7 +108,7 @@ def test_a_server_that_ends_while_starting_has_its_last_words_told(tmp_path: Pat
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     with (
         pytest.raises(SideError, match=r"ended with status 1 while starting:\n.*\nno such model"),
-        started_server(command, os.environ, Log(tmp_path / "side.log"), server),
+        started_server(Program(command, os.environ), Log(tmp_path / "side.log"), server),
     ):
         pytest.fail("it never answers")
 
