@@ -19,6 +19,7 @@ from typing import Any
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import compare_peer
+from tokenmill_server.bench.compare_check import check_variants
 from tokenmill_server.bench.compare_groups import plans_of
 from tokenmill_server.bench.compare_memory import step_bytes
 from tokenmill_server.bench.compare_plan import START, Load, Session, rows_of, seed_offset, sessions_of
@@ -99,13 +100,14 @@ def run(compare: Compare) -> int:
     """Measures and prints the table. Every figure and command goes to `result-GROUP.json` in the output folder, beside
     the logs, after each measurement. Returns the exit code: 1 if anything failed. Main thread only.
 
-    Raises: ConfigError.
+    Raises: ConfigError, StartupError.
     """
     plans = plans_of(compare.group, compare.selected, compare.divisor)
     if not plans:
         raise ConfigError(f"no load of the group {compare.group} has {' or '.join(compare.selected)} in its name")
     models = {plan.model: _read_model(compare, plan.model) for plan in plans}
     sessions = sessions_of(plans, compare.rounds, compare.peer is not None)
+    check_variants(sessions, {key: model.path for key, model in models.items()}, compare.flags)
     result = Result(
         path=compare.output / f"result-{compare.group}.json",
         group=compare.group,

@@ -264,11 +264,3 @@ def test_both_sides_are_told_the_size_of_a_group(tmp_path: Path) -> None:
     assert len(figures(result, "ours", "8b decode 256", "step_ms")) == 1
     assert len(figures(result, "peer", "8b decode 256", "step_ms")) == 1
     assert "'tensor_parallel_size': 2" in result["sessions"][1]["log_tail"]
-
-
-def test_a_flag_that_is_wrong_ends_our_driver_with_one_line(tmp_path: Path) -> None:
-    model = str(cached_tiny_model("llama"))
-    arguments = ["--group", "offline", "--model-8b", model, "--select", "8b decode 1", "--peer", "none", *TINY]
-    result = run(tmp_path / "out", *arguments, "--args=--no-such-flag 1", status=1)
-    assert "tokenmill: error: unknown flag --no-such-flag" in result["failures"][0]
-    assert "Traceback" not in result["failures"][0]
