@@ -23,6 +23,8 @@ class EngineStart(msgspec.Struct, tag=True, frozen=True):
     """Of the monotonic clock, in seconds: when the user's command, or call, began."""
     removes_run_dir: bool = False
     """Whether nobody else is there who would remove `run_dir` when the launcher is killed: no API server."""
+    gives_up: bool = False
+    """Whether a worker that is stopped for long is the end."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

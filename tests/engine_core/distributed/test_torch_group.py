@@ -309,7 +309,7 @@ def test_processes_agree_to_the_last_bit_until_one_is_killed(members: Members) -
     while left:
         rank, answer = members.answer(*left)
         assert isinstance(answer, dict)
-        assert answer["error"] == "EngineDeadError"
+        assert answer["error"] == "ExchangeError"
         assert answer["message"] == f"worker {rank} lost the connection to another worker"
         assert members.end(rank) == 0
         left.remove(rank)
