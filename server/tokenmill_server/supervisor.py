@@ -258,7 +258,10 @@ class EngineSupervisor:
         lost = None
         if not rank.is_lost:
             moment = "" if rank.ready_since is not None else "while it was starting"
-            how = describe_exit(returncode, moment, savers="--kv-cache-memory-bytes or --data-parallel-size")
+            savers = "--kv-cache-memory-bytes"
+            if len(self._ranks) > 1:
+                savers += " or --data-parallel-size"
+            how = describe_exit(returncode, moment, savers)
             lost = self._lose(rank, rank.failure or f"{self._name(rank)} {how}")
         self._schedule_restart(rank)
         return lost

@@ -121,8 +121,10 @@ def test_what_is_sent_on_comes_with_its_tag(tmp_path: Path) -> None:
 
 def test_who_waits_for_one_that_left_hears_of_it(tmp_path: Path) -> None:
     """Also at once, when that is known already."""
+    joined = threading.Barrier(2, timeout=60.0)
 
     def work(group: TorchGroup) -> int:
+        joined.wait()
         num_errors = 0
         for tag in range(3 * group.rank):
             with pytest.raises(EngineDeadError, match=r"^worker 1 lost the connection to another worker$"):
