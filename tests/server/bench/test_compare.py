@@ -124,6 +124,19 @@ def test_rounds_that_do_not_fit_are_left_out(
 
 
 @pytest.mark.usefixtures("our_stub")
+def test_a_later_session_is_left_out_where_its_first_round_does_not_fit(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_result.Result, "round_s", lambda _self, session: 1e6 * session.rounds.start)
+    arguments = ["--group", "online1b", "--model-1b", shape, "--rounds", "2", *SIZES]
+    result = run(tmp_path / "out", *arguments, "--peer", "none")
+    assert len(figures(result, "ours", "1b 256 clients 128/256", "completed")) == 2 + 2
+    result = run(tmp_path / "beside", *arguments, "--peer-command", f"{STUB} --token-ms 1")
+    assert len(figures(result, "ours", "1b 256 clients 128/256", "completed")) == 1 + 1
+    assert "ours, 1b, --api-server-count 1: no time for round 2" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("our_stub")
 def test_what_nobody_expected_of_a_side_is_told_and_the_other_goes_on(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
