@@ -228,7 +228,7 @@ class _Turns:
         """Raises: SideError."""
         for number in session.rounds:
             needed_s = self.result.round_s(session) + self.result.needed_s(following)
-            if number != session.rounds.start and self.result.deadline.left_s() < needed_s:
+            if number > 0 and self.result.deadline.left_s() < needed_s:
                 _say(f"{label}: no time for round {number + 1}")
                 return
             for load in session.loads:

@@ -73,9 +73,11 @@ def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert all(token_ms <= ttft_ms for ttft_ms in figures(result, side, load, "p50_ttft_ms"))
         assert figures(result, side, load, "completed") == [12, 12]
         assert figures(result, side, load, "total_output_tokens") == [24, 24]
-        assert [len(figures(result, side, "start", name)) for name in ("empty_s", "kept_s")] == [1, 1]
-    assert [session["side"] for session in result["sessions"]] == ["ours", "peer"] * 2
-    assert all("listening" in session["log_tail"] for session in result["sessions"])
+        assert len(figures(result, side, "start", "empty_s")) == 1
+    assert len(figures(result, "ours", "start", "kept_s")) == 1
+    assert [session["side"] for session in result["sessions"]] == ["ours", "peer", "ours"]
+    assert all(session["log_tail"] for session in result["sessions"])
+    assert all("listening" in (output / name).read_text() for name in ("ours-8b.log", "peer-8b.log"))
     assert {session["version"] for session in result["sessions"]} == {"stub 1.0"}
     assert "bench serve" in result["measurements"][1]["command"]
     printed = capsys.readouterr().out
@@ -123,6 +125,19 @@ def test_rounds_that_do_not_fit_are_left_out(
 
 
 @pytest.mark.usefixtures("our_stub")
+def test_a_later_session_is_left_out_where_its_first_round_does_not_fit(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_result.Result, "round_s", lambda _self, session: 1e6 * session.rounds.start)
+    arguments = ["--group", "online1b", "--model-1b", shape, "--rounds", "2", *SIZES]
+    result = run(tmp_path / "out", *arguments, "--peer", "none")
+    assert len(figures(result, "ours", "1b 256 clients 128/256", "completed")) == 2 + 2
+    result = run(tmp_path / "beside", *arguments, "--peer-command", f"{STUB} --token-ms 1")
+    assert len(figures(result, "ours", "1b 256 clients 128/256", "completed")) == 1 + 1
+    assert "ours, 1b, --api-server-count 1: no time for round 2" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("our_stub")
 def test_what_nobody_expected_of_a_side_is_told_and_the_other_goes_on(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +154,7 @@ def test_what_nobody_expected_of_a_side_is_told_and_the_other_goes_on(
     assert [failure.splitlines()[-1] for failure in result["failures"]] == ["KeyError: 'no such figure'"] * 2
     for side in ("ours", "peer"):
         assert len(figures(result, side, "8b 256 clients 1024/128", "completed")) == 1
-        assert len(figures(result, side, "start", "kept_s")) == 1
+    assert len(figures(result, "ours", "start", "kept_s")) == 1
 
 
 @pytest.mark.usefixtures("our_stub")

@@ -119,7 +119,9 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     said = tmp_path / "said"
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\ncat {said}\n")
+    program.write_text(
+        f'#!/bin/sh\nfor each; do case $each in --id=*) exec grep "^${{each#--id=}} " {said};; esac; done\ncat {said}\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     return said
@@ -130,6 +132,12 @@ def test_memory_of_all_cards(card: Path) -> None:
     assert compare_report.memory_used_mib() == 1024.0
     card.write_text("[N/A]\n")
     assert compare_report.memory_used_mib() is None
+
+
+def test_memory_of_the_cards_that_the_sides_see(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.write_text("7 MiB\n1000 MiB\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert compare_report.memory_used_mib() == 7.0
 
 
 def test_the_next_side_starts_when_the_memory_is_free(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
