@@ -28,11 +28,18 @@ _DEADLINE_S = 120.0
 
 
 def in_threads(tmp_path: Path, work: Callable[[TorchGroup], Result], size: int = SIZE) -> list[Result]:
-    """What `work` gives on each member."""
+    """What `work` gives on each member. Each begins when all have joined: one that had left by then would seem to end
+    while others still connect."""
+    joined = threading.Barrier(size)
 
     def run(rank: int) -> Result:
-        group = join(rank, size, tmp_path / "store")
         try:
+            group = join(rank, size, tmp_path / "store")
+        except BaseException:
+            joined.abort()
+            raise
+        try:
+            joined.wait(120.0)
             return work(group)
         finally:
             group.close()
@@ -121,10 +128,8 @@ def test_what_is_sent_on_comes_with_its_tag(tmp_path: Path) -> None:
 
 def test_who_waits_for_one_that_left_hears_of_it(tmp_path: Path) -> None:
     """Also at once, when that is known already."""
-    joined = threading.Barrier(2, timeout=60.0)
 
     def work(group: TorchGroup) -> int:
-        joined.wait()
         num_errors = 0
         for tag in range(3 * group.rank):
             with pytest.raises(EngineDeadError, match=r"^worker 1 lost the connection to another worker$"):

@@ -41,13 +41,18 @@ def config(size: int = 2, max_model_len: int = 40_000) -> EngineConfig:
 
 def workers_of(pid: int) -> list[psutil.Process]:
     """The workers of an engine core, by rank; they may not be configured yet."""
-    children = [child for child in psutil.Process(pid).children() if "tokenmill: worker" in child.cmdline()[0]]
-    return sorted(children, key=lambda child: child.cmdline()[0])
+    titles = [(title_of(child), child) for child in psutil.Process(pid).children()]
+    return [child for title, child in sorted(titles, key=lambda each: each[0]) if "tokenmill: worker" in title]
+
+
+def title_of(process: psutil.Process) -> str:
+    """Empty for a moment while a process begins."""
+    return " ".join(process.cmdline()).strip()
 
 
 def wait_for_workers(pid: int, pattern: str, count: int = 2) -> list[psutil.Process]:
     wait_for(
-        lambda: sum(bool(re.match(pattern, worker.cmdline()[0])) for worker in workers_of(pid)) == count,
+        lambda: sum(bool(re.match(pattern, title_of(worker))) for worker in workers_of(pid)) == count,
         DEADLINE_S,
         f"{count} processes called {pattern!r}",
     )
@@ -81,9 +86,7 @@ def test_tokens_titles_and_rest() -> None:
             assert {"launch", "configure", "import", "load", "warmup"} <= set(engine.ready.startup_s)
             assert sum(engine.ready.startup_s.values()) <= engine.started_s
             workers = workers_of(engine.pid)
-            assert [worker.cmdline()[0].strip() for worker in workers] == [
-                f"tokenmill: worker 0.{rank}" for rank in range(size)
-            ]
+            assert [title_of(worker) for worker in workers] == [f"tokenmill: worker 0.{rank}" for rank in range(size)]
             talker = EngineTalker(engine.run_dir, 0)
             for _ in range(2):
                 ids = [talker.add(prompt, GREEDY) for prompt in PROMPTS]
