@@ -46,6 +46,7 @@ from tokenmill_engine.messages import (
     FinishReason,
     StepOutput,
 )
+from tokenmill_server.children import stop_children
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.control import ApiServerStart
 
@@ -229,8 +230,7 @@ def measure(arguments: argparse.Namespace, num_streams: int) -> dict[str, Any]:
             result = _timed(process, port, num_streams, arguments.requests, request)
             return result | _burst(process, port, num_streams, single)
         finally:
-            child.process.terminate()
-            child.process.wait()
+            stop_children((child,))
             engine.kill()
             engine.wait()
 

@@ -18,7 +18,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-wheels=(fastapi starlette pydantic pydantic-core annotated-types typing-inspection uvicorn httptools pyzmq msgspec gguf
+wheels=(fastapi starlette opentelemetry-api pydantic pydantic-core annotated-types typing-inspection typing-extensions uvicorn
+        httptools pyzmq msgspec gguf
         setproctitle pytest-asyncio)
 scratch=${SCRATCH:-/tmp/tokenmill}
 

@@ -3,7 +3,7 @@
 Starts a server whose KV cache is too small for its load, then one with each remedy, and sends all of them the same
 requests over HTTP. Preemptions and the tokens of all steps come from /metrics, latencies from `tokenmill bench serve`.
 The counts tell whether a remedy helps; what it costs in speed on a CPU says nothing about GPUs. `--setting gpu` has
-sizes for an 8B shape on cards of 80 GB (`--model`), two of them for the remedies that spread a model.
+sizes for an 8B shape (`--model`), and wants two cards for the remedies that spread a model.
 """
 
 import argparse
@@ -13,13 +13,16 @@ import signal
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+from tokenmill_engine.config.device import detect_device
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
+from tokenmill_engine.errors import ConfigError, TokenmillError
 from tokenmill_server.bench.compare_plan import Load
-from tokenmill_server.bench.compare_process import Log
+from tokenmill_server.bench.compare_process import Log, Program
 from tokenmill_server.bench.compare_sides import Deadline, Model, RunningServer, free_port, started_server
 
 Flags = Mapping[str, str]
@@ -42,6 +45,11 @@ class Setting:
             yield name, {**self.base, **flags}
 
 
+def _share(num_bytes: float) -> str:
+    """For --gpu-memory-utilization, whatever the size of the card."""
+    return f"{min(num_bytes / detect_device().total_memory_bytes, 0.95):.3f}"
+
+
 SETTINGS = {
     "cpu": Setting(
         {"device": "cpu", "kv-cache-memory-bytes": "56M", "max-num-seqs": "16"},
@@ -57,9 +65,14 @@ SETTINGS = {
         Load("16 clients 192/96", "serve", 96, 192, 96, 16, warms_up=False),
     ),
     "gpu": Setting(
-        {"load-format": "dummy", "max-model-len": "8192", "gpu-memory-utilization": "0.27", "max-num-seqs": "128"},
         {
-            "more cache": {"gpu-memory-utilization": "0.45"},
+            "load-format": "dummy",
+            "max-model-len": "8192",
+            "gpu-memory-utilization": _share(23e9),
+            "max-num-seqs": "128",
+        },
+        {
+            "more cache": {"gpu-memory-utilization": _share(38e9)},
             "fewer requests at once": {"max-num-seqs": "64"},
             "fewer tokens in a step": {"max-num-batched-tokens": "128"},
             "pipeline parallel, 2": {"pipeline-parallel-size": "2"},
@@ -96,7 +109,7 @@ def measure(model: Model, flags: Flags, load: Load, limit_s: float = 600.0) -> O
     with tempfile.TemporaryDirectory(prefix="tokenmill-preemption-") as folder:
         server = RunningServer(port, model, "m", deadline, prompts)
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        with started_server([*command, *address], os.environ, Log(Path(folder) / "log"), server):
+        with started_server(Program([*command, *address], os.environ), Log(Path(folder) / "log"), server):
             before = _Counts(port)
             figures = server.measure(load, seed=1)
             after = _Counts(port)
@@ -129,14 +142,12 @@ def read_model(path: Path) -> Model:
     return Model(Path(files.path).resolve(), files.architecture.vocab_size, files.architecture.max_position_embeddings)
 
 
-def _table(model: Model, setting: Setting, selected: Iterable[str]) -> Iterator[str]:
-    """A line for each server as soon as it is measured."""
+def _table(model: Model, setting: Setting, variants: Iterable[tuple[str, Flags]]) -> Iterator[str]:
+    """A line for each server as soon as it is measured. Raises: SideError."""
     columns = ("server", "changed flags", "cache, tokens", "preemptions", "recomputed tokens", "out tok/s")
     yield f"| {' | '.join(columns)} | TTFT p50 / p99 ms | ITL p50 / p99 ms |"
     yield "|---" * (len(columns) + 2) + "|"
-    for name, flags in setting.variants():
-        if selected and not any(text in name for text in selected):
-            continue
+    for name, flags in variants:
         outcome = measure(model, flags, setting.load)
         changed = " ".join(f"`--{key} {value}`" for key, value in flags.items() if setting.base.get(key) != value)
         counts = f"{outcome.cache_tokens} | {outcome.preemptions} | {outcome.recomputed_tokens}"
@@ -145,19 +156,44 @@ def _table(model: Model, setting: Setting, selected: Iterable[str]) -> Iterator[
         yield f"| {name} | {changed} | {counts} | {told['output_throughput']:.0f} | {first} | {between} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _selected(setting: Setting, texts: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """The servers with one of `texts` in their name; none means all. Raises: ConfigError."""
+    variants = list(setting.variants())
+    for text in texts:
+        if not any(text in name for name, _ in variants):
+            raise ConfigError(f"--only {text}: no server is called so; there are: {'; '.join(dict(variants))}")
+    return [each for each in variants if not texts or any(text in each[0] for text in texts)]
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    """SIGTERM ends us like an exception, so that no server is left behind; a second one must not end that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    """Measures and prints; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.preemption", description=__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--model", type=Path, help="folder or .gguf; default: the embedded model")
     parser.add_argument("--only", action="append", default=[], help="servers with this in their name; repeatable")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no server is left behind
+    signal.signal(signal.SIGTERM, _stop)
     setting = SETTINGS[args.setting]
-    base = " ".join(f"--{key} {value}" for key, value in setting.base.items())
-    print(f"{setting.load.name}, {setting.load.num_prompts} requests; {base}", flush=True)  # noqa: T201 - the result
-    for line in _table(read_model(args.model or embedded_model_path()), setting, args.only):
-        print(line, flush=True)  # noqa: T201
+    try:
+        variants = _selected(setting, args.only)
+        model = read_model(args.model or embedded_model_path())
+        base = " ".join(f"--{key} {value}" for key, value in setting.base.items())
+        print(f"{setting.load.name}, {setting.load.num_prompts} requests; {base}", flush=True)  # noqa: T201 - the result
+        for line in _table(model, setting, variants):
+            print(line, flush=True)  # noqa: T201
+    except TokenmillError as error:
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

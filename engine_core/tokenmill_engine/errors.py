@@ -13,6 +13,7 @@
         │   ├── EngineStartingError     still loading
         │   └── EngineUnavailableError  the engine that the client named is gone, others are not
         └── EngineDeadError      the engine process is gone
+            └── ExchangeError    a worker cannot reach another one
 
 A start error's message is one line that names the wrong number and the flag value that would work.
 A request error names the field. Nothing here knows of HTTP; the server maps the tree in one table.
@@ -93,6 +94,10 @@ class EngineUnavailableError(OverloadedError):
 
 class EngineDeadError(EngineError):
     """The engine process exited or lost its device."""
+
+
+class ExchangeError(EngineDeadError):
+    """What workers tell each other does not arrive: most often because one of them is gone, which is the cause then."""
 
 
 def describe_os_error(error: Exception) -> str:

@@ -73,6 +73,7 @@ class Preparation:
         pool = self._pool or _pool_or_error(size, self._on_gpu)
         if isinstance(pool, StartupError):
             raise pool
+        pool.gives_up = start.gives_up
         store_path = os.path.join(start.run_dir, f"workers-{start.engine}.{start.incarnation}")
         executor = MultiprocExecutor(start.config, pool, start.config.rank_of(start.engine), store_path, on_lost)
         return executor, executor.initialize()

@@ -1,7 +1,7 @@
 """The engine core's process, `python -m tokenmill_engine.process`; `ipc.child` and `main` say with which arguments.
 
 The main thread runs the busy loop and sleeps when there is nothing to do. One thread receives, one sends; neither
-ever makes the loop wait. The launcher decides when the process ends: SIGTERM means that nobody needs it any more.
+ever makes the loop wait. The launcher decides when the process ends: END_SIGNAL means that nobody needs it any more.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from tokenmill_engine.ipc.control import EngineControl, EngineFailed, EngineStar
 from tokenmill_engine.ipc.heartbeat import Heartbeat
 from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, exit_orphaned, exit_terminated, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.ipc.sockets import public_key
 from tokenmill_engine.mailboxes import Inbox, Outbox
 from tokenmill_engine.messages import ClientGone, Endpoints, EngineReady, ReportsMissed
@@ -103,8 +104,8 @@ def main() -> NoReturn:
     args = parser.parse_args()
     channel: ControlChannel[EngineControl] = ControlChannel.from_fd(args.control_fd, EngineControl)
     # Until there are API servers nobody else removes the run directory of a launcher that is killed.
-    signal.signal(signal.SIGTERM, lambda _number, _frame: exit_terminated(channel, args.run_dir))
-    become_child("engine core", args.parent_pid, signal.SIGTERM, args.run_dir)
+    signal.signal(END_SIGNAL, lambda _number, _frame: exit_terminated(channel, args.run_dir))
+    become_child("engine core", args.parent_pid, END_SIGNAL, args.run_dir)
     preparation = Preparation(may_use_gpu=args.device != "cpu", num_workers=args.workers)
     try:
         start = channel.receive()
@@ -115,9 +116,9 @@ def main() -> NoReturn:
     configured = time.monotonic()
     name = f"engine core {start.config.rank_of(start.engine)}"
     if start.removes_run_dir:
-        become_child(name, args.parent_pid, signal.SIGTERM, args.run_dir)
+        become_child(name, args.parent_pid, END_SIGNAL, args.run_dir)
     else:
-        signal.signal(signal.SIGTERM, _exit_on_signal)
+        signal.signal(END_SIGNAL, _exit_on_signal)
         become_child(name, args.parent_pid)
     configure_logging(start.config.observability.log_level, name)
     heartbeat = Heartbeat(channel)
@@ -135,7 +136,7 @@ def main() -> NoReturn:
         logger.exception("%s cannot start", name)
         _fail_start(channel, start, f"{name} cannot start: {type(error).__name__}: {error}")
     if not start.removes_run_dir:
-        signal.signal(signal.SIGTERM, lambda _number, _frame: process.inbox.stop())
+        signal.signal(END_SIGNAL, lambda _number, _frame: process.inbox.stop())
     # What exists now lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()

@@ -38,12 +38,14 @@ from tokenmill_engine.ipc.control import (
     MetricsWanted,
     Ping,
     Pulse,
+    RanksMissing,
     Serving,
     StartFailed,
     ToApiServer,
 )
 from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated
 from tokenmill_engine.ipc.logs import configure_logging
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.accept import ConnectionCounts
@@ -93,8 +95,8 @@ def main() -> None:
     if not isinstance(start, ApiServerStart):
         raise TypeError(f"the first message must be ApiServerStart, not {type(start).__name__}")
     # The handler comes first: from here on whoever ends us, the run directory does not stay behind.
-    signal.signal(signal.SIGTERM, lambda _number, _frame: exit_terminated(channel, start.run_dir))
-    become_child(f"api server {start.client}", arguments.parent_pid, signal.SIGTERM, start.run_dir)
+    signal.signal(END_SIGNAL, lambda _number, _frame: exit_terminated(channel, start.run_dir))
+    become_child(f"api server {start.client}", arguments.parent_pid, END_SIGNAL, start.run_dir)
     configure_logging(start.server.log_level, f"api server {start.client}")
     try:
         server = ApiServer(start, build_context(start), channel)
@@ -140,7 +142,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         engine_config=start.engine,
         inputs=inputs,
         generator=TextGenerator(client, tokenizer, metrics),
-        readiness=Readiness(num_engines, start.engine.data_parallel_size_local),
+        readiness=Readiness(num_engines),
         started_at=int(time.time()),
         fingerprint=_fingerprint(start),
         metrics=metrics,
@@ -182,7 +184,7 @@ class ApiServer:
     async def run(self) -> None:
         """Accepts connections and follows the launcher's messages until the server is drained."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, exit_terminated, self._channel, self._start.run_dir)
+        loop.add_signal_handler(END_SIGNAL, exit_terminated, self._channel, self._start.run_dir)
         with socket.socket(fileno=self._start.listen_fd) as listener:
             server = HttpServer(create_app(self._context), listener, self._counts)
             self._context.generator.after_outputs(server.flush)
@@ -231,10 +233,13 @@ class ApiServer:
     def _receive(self) -> None:
         try:
             for message in self._channel.receive_available():
-                if isinstance(message, Ping):
-                    _tell(self._channel, Pulse(), self._start.run_dir)
-                else:
-                    self._events.put_nowait(message)
+                match message:
+                    case Ping():
+                        _tell(self._channel, Pulse(), self._start.run_dir)
+                    case RanksMissing(ranks=ranks):
+                        self._context.readiness.ranks_missing(ranks)
+                    case _:
+                        self._events.put_nowait(message)
         except ChannelClosedError:
             exit_orphaned(self._start.run_dir)
 

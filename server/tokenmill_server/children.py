@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tokenmill_engine.ipc.child import ChildProcess
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_server.watcher import ChildKey, Watcher
 
 logger = logging.getLogger(__name__)
@@ -20,12 +21,12 @@ _STOP_POLL_S = 0.01
 
 
 def stop_children(children: Iterable[ChildProcess[Any]]) -> None:
-    """Tells each child to end, by SIGTERM and the end of its channel; a moment later kills it and whatever it
+    """Tells each child to end, by `END_SIGNAL` and the end of its channel; a moment later kills it and whatever it
     started. Returns when all are reaped; one that not even that ends is left behind, which is logged."""
     running = [child for child in children if child.process.returncode is None]
     processes = [child.process for child in running]
     for child in running:
-        os.kill(child.process.pid, signal.SIGTERM)
+        os.kill(child.process.pid, END_SIGNAL)
         child.channel.close()
     _wait_for_ends(processes, _TERMINATE_GRACE_S)
     for process in processes:

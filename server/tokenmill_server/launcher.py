@@ -26,6 +26,7 @@ from tokenmill_engine.ipc.control import (
     MetricsFetched,
     MetricsWanted,
     Pulse,
+    RanksMissing,
     Serving,
     StartFailed,
 )
@@ -144,6 +145,8 @@ class Launcher:
         self._table = EngineTable(configuration.engine.data_parallel_size)
         self._announced = False
         """API servers know the engine cores, and are told what changes."""
+        self._missing: list[int] = []
+        """The ranks that no launcher has, as API servers were told before that."""
         self._api_servers = ApiServers(
             configuration, listener.fileno(), str(run_dir.path), child_environment(run_dir), watcher
         )
@@ -174,6 +177,7 @@ class Launcher:
             self._configuration.server.api_server_count,
         )
         while self._status is None:
+            self._tell_of_missing()
             for event in self._watcher.wait(self._time_to_wait()):
                 self._handle(event)
             for update in self._engines.tick():
@@ -183,6 +187,8 @@ class Launcher:
             for client in self._api_servers.tick():
                 if self._announced:
                     self._api_servers.send(client, self._table.introduction)
+                elif self._missing:
+                    self._api_servers.send(client, RanksMissing(self._missing))
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._on_deadline()
         return self._status
@@ -255,6 +261,12 @@ class Launcher:
         elif self._table.is_settled:
             self._announced = True
             self._api_servers.broadcast(self._table.introduction)
+
+    def _tell_of_missing(self) -> None:
+        """While the server starts, who asks how it is hears for which launchers it waits."""
+        if self._remote is not None and not self._announced and self._remote.missing != self._missing:
+            self._missing = self._remote.missing
+            self._api_servers.broadcast(RanksMissing(self._missing))
 
     def _is_last_of_drain(self) -> bool:
         return self._state is State.DRAINING and not self._table.ready

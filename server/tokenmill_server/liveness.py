@@ -10,27 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
-from tokenmill_engine.ipc.child import is_stopped
 from tokenmill_engine.ipc.control import Ping
+from tokenmill_engine.ipc.stopped import LOOK_S, StoppedChild
 from tokenmill_server.watcher import ChildKey
 
-INTERVAL_S = 1.0
+INTERVAL_S = LOOK_S
 """Between two looks at everybody."""
-STOPPED_S = 5.0
-"""A child that is stopped for longer is given up."""
 SILENT_S = 30.0
-"""Who does not answer for longer as well."""
+"""Who does not answer for longer is given up."""
 
 
 @dataclass(slots=True)
 class _Watched:
     channel: ControlChannel[Any]
-    pid: int | None
-    """Of a child; None: it is on another machine, or may be."""
+    child: StoppedChild | None
+    """None: it is on another machine, or may be."""
     answers: bool = False
     asked_at: float | None = None
     """When the ping was sent that is not answered yet."""
-    stopped_since: float | None = None
 
 
 class Liveness:
@@ -53,7 +50,7 @@ class Liveness:
     def watch(self, key: ChildKey, channel: ControlChannel[Any], pid: int | None = None) -> None:
         """Looks at a process from now on: a child, or what is at the other end of a connection. It need not answer
         yet."""
-        self._watched[key] = _Watched(channel, pid)
+        self._watched[key] = _Watched(channel, None if pid is None else StoppedChild(pid))
 
     def expect_answers(self, key: ChildKey) -> None:
         """It is ready: it is pinged from now on."""
@@ -81,12 +78,8 @@ class Liveness:
         return [(key, fault) for key, watched in self._watched.items() if (fault := self._look_at(watched)) is not None]
 
     def _look_at(self, watched: _Watched) -> str | None:
-        if watched.pid is None or not is_stopped(watched.pid):
-            watched.stopped_since = None
-        elif watched.stopped_since is None:
-            watched.stopped_since = self.now
-        elif self.now - watched.stopped_since >= STOPPED_S:
-            return f"was stopped (SIGSTOP) for {STOPPED_S:.0f} s"
+        if watched.child is not None and (fault := watched.child.look(self.now)) is not None:
+            return fault
         if watched.asked_at is not None:
             return f"did not react for {SILENT_S:.0f} s" if self.now - watched.asked_at >= SILENT_S else None
         if watched.answers:

@@ -2,6 +2,7 @@
 
 import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenmill_engine.errors import EngineDeadError, EngineStartingError
@@ -48,13 +49,9 @@ class EngineFault:
 class Readiness:
     """The phase and the sentence that explains it to clients."""
 
-    def __init__(self, num_engines: int = 1, num_local: int | None = None) -> None:
-        """`num_local`: the first of the engine cores, those of this launcher; None: all."""
+    def __init__(self, num_engines: int = 1) -> None:
         self.phase = Phase.STARTING
         self.reason = _REASONS[Phase.STARTING]
-        if num_local is not None and num_local < num_engines:
-            remote = phrase(range(num_local, num_engines))
-            self.reason += f", or a launcher with {remote} has not joined yet (the log names those that are missing)"
         self._num_engines = num_engines
         # An engine core is in one of these at most; in none while it starts or is being connected for the first time.
         self._joined: dict[int, int] = {}
@@ -70,6 +67,11 @@ class Readiness:
             raise ValueError(f"no way from {self.phase.name} to {phase.name}")
         self.phase = phase
         self.reason = reason or _REASONS[phase]
+
+    def ranks_missing(self, ranks: Sequence[int]) -> None:
+        """While the server starts, these are the ranks that no launcher has."""
+        if self.phase is Phase.STARTING:
+            self.reason = f"no launcher has {phrase(ranks)} yet" if ranks else _REASONS[Phase.STARTING]
 
     def engine_joined(self, engine: int, incarnation: int) -> None:
         """This API server can send requests to `engine`."""

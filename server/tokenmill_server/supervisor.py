@@ -85,7 +85,7 @@ class EngineSupervisor:
         self._ranks: dict[int, _Rank] = {}
         self._config: EngineConfig | None = None
         self._max_restarts = 0
-        self._liveness = Liveness()
+        self._liveness = Liveness(gives_up=False)
         self._stalls = StallDetector(0.0)
 
     def spawn(
@@ -238,7 +238,14 @@ class EngineSupervisor:
     def _configure(self, rank: _Rank, config: EngineConfig, began: float) -> None:
         bind = self._bind(rank.number, rank.incarnation)
         start = EngineStart(
-            rank.number, rank.incarnation, self._run_dir, bind, config, began, removes_run_dir=self._removes_run_dir
+            rank.number,
+            rank.incarnation,
+            self._run_dir,
+            bind,
+            config,
+            began,
+            removes_run_dir=self._removes_run_dir,
+            gives_up=self._liveness.gives_up,
         )
         try:
             if rank.child is not None:
@@ -251,7 +258,10 @@ class EngineSupervisor:
         lost = None
         if not rank.is_lost:
             moment = "" if rank.ready_since is not None else "while it was starting"
-            how = describe_exit(returncode, moment, savers="--kv-cache-memory-bytes or --data-parallel-size")
+            savers = "--kv-cache-memory-bytes"
+            if len(self._ranks) > 1:
+                savers += " or --data-parallel-size"
+            how = describe_exit(returncode, moment, savers)
             lost = self._lose(rank, rank.failure or f"{self._name(rank)} {how}")
         self._schedule_restart(rank)
         return lost

@@ -97,6 +97,17 @@ def health(server: Server) -> int | None:
         return None
 
 
+def waits_for(port: int) -> str | None:
+    """What a head at this port says of its start; None: it does not answer."""
+    try:
+        response = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENCE_S)
+    except httpx.TransportError:
+        return None
+    health = response.json()
+    assert (response.status_code, health["status"]) == (503, "starting")
+    return str(health["reason"])
+
+
 def finished(server: Server, rank: int) -> float:
     """Requests that have ended there. A launcher that is slow to tell its counts is shown as it was heard last."""
     return server.metric("request_success_total", engine=str(rank))
@@ -104,6 +115,20 @@ def finished(server: Server, rank: int) -> float:
 
 def wait_for_finished(server: Server, rank: int, count: float) -> None:
     wait_for(lambda: finished(server, rank) == count, PATIENCE_S, f"{count} requests that rank {rank} has finished")
+
+
+def test_a_head_names_the_ranks_that_are_still_missing(tiny_model: Path) -> None:
+    """To who asks for its health, whoever comes, goes or is replaced meanwhile."""
+    deployment, port = Deployment(tiny_model, "-dp", "3"), free_port()
+    with deployment.head("-dpl", "0", "-asc", "1", port=port) as head:
+        wait_for(lambda: waits_for(port) == "no launcher has ranks 0 to 2 yet", PATIENCE_S, "all ranks")
+        with deployment.headless("-dpl", "1", "-dpr", "1"):
+            wait_for(lambda: waits_for(port) == "no launcher has ranks 0 and 2 yet", PATIENCE_S, "the others")
+            (killed,) = head.api_server_pids()
+            head.kill(killed)
+            wait_for(lambda: head.api_server_pids() not in ([], [killed]), PATIENCE_S, "another API server")
+            wait_for(lambda: waits_for(port) == "no launcher has ranks 0 and 2 yet", PATIENCE_S, "the others")
+        wait_for(lambda: waits_for(port) == "no launcher has ranks 0 to 2 yet", PATIENCE_S, "all ranks")
 
 
 @dataclass(frozen=True)
@@ -224,8 +249,7 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path, temporary: Path)
     port = free_port()
     with deployment.head("-dpl", "1", port=port) as head:
         wait_for(lambda: "no launcher has rank 1 yet: start it with --headless" in head.log, _START_S, "a reminder")
-        waiting = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENCE_S)
-        assert (waiting.status_code, waiting.json()["status"]) == (503, "starting")
+        assert waits_for(port) == "no launcher has rank 1 yet"
         with deployment.headless("-dpl", "1", "-dpr", "1") as launcher:
             head.wait_until_ready()
             processes = launcher.descendants()

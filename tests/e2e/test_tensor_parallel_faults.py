@@ -117,14 +117,27 @@ class Fault:
     do: Callable[[Server], None]
     status: int
     """With which the server ends."""
+    words: str = ""
+    """In its last line."""
     flags: tuple[str, ...] = ()
 
 
+def stop_worker(server: Server) -> None:
+    os.kill(server.worker_pids()[1], signal.SIGSTOP)
+
+
+def stop_worker_in_drain(server: Server) -> None:
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: status_of(server) == 503, ANSWER_S, "a server that drains")
+    stop_worker(server)
+
+
+STOPPED = "engine core 0 is lost: worker 0.1 was stopped (SIGSTOP) for 5 s"
 FAULTS = {
-    "killed worker": Fault(lambda server: server.kill(server.worker_pids()[0]), 1),
-    "stopped worker": Fault(
-        lambda server: os.kill(server.worker_pids()[1], signal.SIGSTOP), 1, ("--engine-stall-timeout", "5")
-    ),
+    "killed worker": Fault(lambda server: server.kill(server.worker_pids()[0]), 1, "worker 0.0 was killed (SIGKILL)"),
+    "stopped worker": Fault(stop_worker, 1, STOPPED),
+    "stopped worker, steps that must be short": Fault(stop_worker, 1, STOPPED, ("--engine-stall-timeout", "5")),
+    "stopped worker in a drain": Fault(stop_worker_in_drain, 1, STOPPED, ("--shutdown-timeout", "60")),
     "killed launcher": Fault(lambda server: server.kill(server.process.pid), -signal.SIGKILL),
 }
 
@@ -148,6 +161,7 @@ def test_nothing_is_left(tiny_model: Path, name: str) -> None:
         assert server.process.wait(ANSWER_S) == fault.status
         if fault.status == 1:
             assert "engine core 0" in server.log.splitlines()[-1]
+            assert fault.words in server.log.splitlines()[-1]
         traces.check_gone()
 
 

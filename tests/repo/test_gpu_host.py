@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -22,6 +23,11 @@ esac
 CARD = """#!/bin/bash
 echo "NVIDIA H200"
 """
+XZ = f"""#!{sys.executable}
+import lzma, shutil, sys
+shutil.copyfileobj(lzma.open(sys.stdin.buffer), sys.stdout.buffer)
+"""
+"""For tar: not every machine that runs tests has the program."""
 
 
 @pytest.fixture
@@ -29,7 +35,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     """The environment of the script."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in (("python3", PYTHON), ("nvidia-smi", CARD)):
+    for name, text in (("python3", PYTHON), ("nvidia-smi", CARD), ("xz", XZ)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     (tmp_path / "scratch").mkdir()

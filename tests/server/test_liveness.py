@@ -12,8 +12,9 @@ import pytest
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess
 from tokenmill_engine.ipc.control import FromEngine, Ping
+from tokenmill_engine.ipc.stopped import STOPPED_S
 from tokenmill_server import liveness
-from tokenmill_server.liveness import INTERVAL_S, SILENT_S, STOPPED_S, Liveness
+from tokenmill_server.liveness import INTERVAL_S, SILENT_S, Liveness
 
 KEY = ("engine", 0)
 

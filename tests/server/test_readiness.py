@@ -27,11 +27,19 @@ def test_the_reason_is_what_clients_are_told() -> None:
         readiness.check()
 
 
-def test_a_head_says_that_it_may_be_waiting_for_launchers() -> None:
-    assert Readiness(2, 2).reason == "the model is still loading"
-    with pytest.raises(EngineStartingError, match=r"still loading, or a launcher with rank 1 has not joined yet"):
-        Readiness(2, 1).check()
-    assert "a launcher with ranks 0 to 3 has not joined" in Readiness(4, 0).reason
+def test_a_head_names_the_ranks_that_it_waits_for() -> None:
+    readiness = Readiness(4)
+    assert readiness.reason == "the model is still loading"
+    readiness.ranks_missing([1, 2, 3])
+    with pytest.raises(EngineStartingError, match="no launcher has ranks 1 to 3 yet"):
+        readiness.check()
+    readiness.ranks_missing([3])
+    assert readiness.reason == "no launcher has rank 3 yet"
+    readiness.ranks_missing([])
+    assert readiness.reason == "the model is still loading"
+    readiness.move(Phase.DRAINING)
+    readiness.ranks_missing([3])
+    assert readiness.reason == "the server is shutting down"
 
 
 @pytest.mark.parametrize("phase", list(Phase))

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from tokenmill_engine.config.engine import (
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import EngineStart, FromEngine
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.ipc.sockets import connect_dealer, local_endpoints
 from tokenmill_engine.messages import (
     AddRequest,
@@ -166,8 +166,8 @@ class RunningEngine:
         return self.child.process.pid
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
-        os.kill(self.pid, signal.SIGTERM)
+        """Tells it to end, as a launcher does; returns the exit status."""
+        os.kill(self.pid, END_SIGNAL)
         return self.child.process.wait(timeout=60)
 
 

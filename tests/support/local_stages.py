@@ -15,13 +15,13 @@ from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.loader import WeightLoading, build_model
 from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
-from tokenmill_engine.worker.backend import PendingStep, Runner
 from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_stages import CudaRelay
 from tokenmill_engine.worker.cuda_steps import CudaSteps, steps_of
 from tokenmill_engine.worker.memory import allocate_kv_caches
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
+from tokenmill_engine.worker.runner import PendingStep, Runner
 from tokenmill_engine.worker.shapes import Ladder
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 

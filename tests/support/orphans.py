@@ -1,8 +1,8 @@
 """Two generations for tests of what a child owes its parent. Started without arguments, or with a mode, it is the
 parent: it spawns itself once, prints the child's pid when that is set up, and sleeps. MODE says how the child lives:
 
-    idle      waits in Python
-    deaf      ignores SIGTERM and is busy; the kernel's signal is SIGTERM, so only the channel's end can end it
+    idle      waits in Python, and answers what its parent tells it
+    deaf      ignores END_SIGNAL and is busy; the kernel's signal is that one, so only the channel's end can end it
     unwatched does not read its channel; only the kernel's signal can end it
     fails     on what its parent tells it
 """
@@ -15,6 +15,7 @@ from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import Drained, EngineControl, Listening, Ping
 from tokenmill_engine.ipc.lifecycle import become_child, watch_parent
+from tokenmill_engine.ipc.signals import END_SIGNAL
 
 Child = ChildProcess[Listening | Drained]
 
@@ -35,13 +36,14 @@ def fail(message: object) -> None:
 
 
 def be_child(options: argparse.Namespace) -> None:
-    death_signal = signal.SIGTERM if options.mode == "deaf" else signal.SIGKILL
+    death_signal = END_SIGNAL if options.mode == "deaf" else signal.SIGKILL
     become_child("test orphan", options.parent_pid, death_signal)
     channel: ControlChannel[object] = ControlChannel.from_fd(options.control_fd, EngineControl)
     if options.mode == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(END_SIGNAL, signal.SIG_IGN)
     if options.mode != "unwatched":
-        watch_parent(channel, fail if options.mode == "fails" else print, options.run_dir)
+        answer = fail if options.mode == "fails" else lambda _message: channel.send(Drained())
+        watch_parent(channel, answer, options.run_dir)
     channel.send(Listening())
     end = time.monotonic() + 600
     while time.monotonic() < end:

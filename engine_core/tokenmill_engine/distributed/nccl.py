@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from tokenmill_engine.errors import EngineDeadError, StartupError
+from tokenmill_engine.errors import ExchangeError, StartupError
 
 ID_BYTES: Final = 128
 _LIBRARY = "libnccl.so.2"
@@ -115,7 +115,7 @@ class Communicator:
     def _call(self, function: Any, *arguments: int) -> None:
         fault = _fault(function(*arguments, self._handle, torch.cuda.current_stream(self._device).cuda_stream))
         if fault is not None:
-            raise EngineDeadError(f"NCCL failed on {self._device}: {fault}")
+            raise ExchangeError(f"NCCL failed on {self._device}: {fault}")
 
 
 def _fault(result: int) -> str | None:

@@ -82,9 +82,7 @@ class NcclGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes(x):
             return self._peers.all_reduce(x)
-        if not self._is_silent:
-            self._collectives.all_reduce(x)
-        return x
+        return self._sum_by_nccl(x)
 
     def add_rms_norm(
         self,
@@ -96,7 +94,7 @@ class NcclGroup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._peers is not None and self._peers.takes(x):
             return self._peers.add_rms_norm(x, residual, weight, eps, out)
-        return norm_sum(self.all_reduce(x), residual, weight, eps, out)
+        return norm_sum(self._sum_by_nccl(x), residual, weight, eps, out)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes_gather(x):
@@ -110,3 +108,8 @@ class NcclGroup:
 
     def agree_min(self, value: int) -> int:
         return self._host.agree_min(value)
+
+    def _sum_by_nccl(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_silent:
+            self._collectives.all_reduce(x)
+        return x

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from tokenmill_engine.distributed.group import norm_sum
-from tokenmill_engine.errors import EngineDeadError, StartupError
+from tokenmill_engine.errors import ExchangeError, StartupError
 
 _c10d: Any = torch.distributed
 """Torch's stubs leave out most of what is used here."""
@@ -81,7 +81,7 @@ def _member(rank: int) -> str:
 
 
 class TorchGroup:
-    """A `Group` and a `Chain`. A failed call means that the group is broken: EngineDeadError."""
+    """A `Group` and a `Chain`. A failed call means that the group is broken: ExchangeError."""
 
     def __init__(self, processes: Any, rank: int, size: int, name: str) -> None:
         self.rank = rank
@@ -148,10 +148,10 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._loss(error) from error
 
-    def _loss(self, error: RuntimeError) -> EngineDeadError:
+    def _loss(self, error: RuntimeError) -> ExchangeError:
         """Clients read it: of sockets nothing, unless it is something else than the end of another worker."""
         message = f"worker {self._name} lost the connection to another worker"
-        return EngineDeadError(message if _ENDED.search(str(error)) else f"{message}: {_reason(error)}")
+        return ExchangeError(message if _ENDED.search(str(error)) else f"{message}: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

@@ -1,8 +1,9 @@
 """Runs the workers of one model as processes: every plan goes to all of them, results come back from one that samples.
 
-A step that all ranks refuse alike has failed, and the next can follow. One that only some refuse leaves them in
-different states, and the others in the middle of an exchange: then the executor is of no use any more, as when a worker
-dies. Torch-free: the engine core's process computes nothing.
+A rank that refuses a step waits for what the others do. A step that all refuse alike has failed, and the next can
+follow: they are told to go on. One that only some refuse leaves them in different states, and the others in the middle
+of an exchange: then the executor is of no use any more, as when a worker dies. Torch-free: the engine core's process
+computes nothing.
 """
 
 import contextlib
@@ -57,7 +58,9 @@ class MultiprocExecutor:
         self._results: dict[int, StepResult] = {}
         """By number of the step: those that nobody has asked for yet."""
         self._failures: dict[int, dict[int, StepFailure]] = {}
-        """By number of the step and rank."""
+        """By number of the step and rank: those that are not known to be shared by all."""
+        self._refused: dict[int, str] = {}
+        """By number of the step: why all refused it alike. Those that nobody has asked for yet."""
         self._death: str | None = None
         self._is_shut = False
         self._poller = select.poll()
@@ -103,7 +106,7 @@ class MultiprocExecutor:
             return
         try:
             while self._num_answered < self._num_submitted:
-                self._wait(self._num_answered)
+                self._wait()
                 self._collect()
                 self._check_agreement(self._num_answered)
             self._pool.expect_ends()
@@ -127,14 +130,14 @@ class MultiprocExecutor:
         while True:
             self._collect()
             self._check_agreement(number)
-            if self._is_shared(self._failures.get(number, {})):
-                raise EngineError(next(iter(self._failures.pop(number).values())).message)
+            if number in self._refused:
+                raise EngineError(self._refused.pop(number))
             if number in self._results and number not in self._failures:
                 result = self._results.pop(number)
                 if self._feedback is not None:
                     self._feedback.received(plan, result)
                 return result
-            self._wait(number)
+            self._wait()
 
     def _check_agreement(self, number: int) -> None:
         """Raises EngineDeadError if some ranks have refused a step up to `number` and others have not, or not for the
@@ -145,10 +148,8 @@ class MultiprocExecutor:
             may_follow = (
                 failed == number and failed not in self._results and time.monotonic() < self._deadline(failures)
             )
-            is_shared = self._is_shared(failures) or may_follow
-            is_alike = len({failure.message for failure in failures.values()}) == 1
-            if not (is_shared and is_alike) or any(failure.is_final for failure in failures.values()):
-                self._die_of(failures)
+            if not (may_follow and _is_alike(failures)):
+                self._die()
 
     def _is_shared(self, failures: dict[int, StepFailure]) -> bool:
         """Whether no rank is in the middle of the step: all refused it, or those of the last stage did when the others
@@ -156,15 +157,26 @@ class MultiprocExecutor:
         is_late = bool(failures) and all(failure.is_after_others for failure in failures.values())
         return failures.keys() == set(range(self._reporter if is_late else 0, self._pool.size))
 
-    def _die_of(self, failures: dict[int, StepFailure]) -> NoReturn:
-        """A worker that ended is to blame for what others say of it; else who failed first is."""
+    def _die(self) -> NoReturn:
+        """For a failure that is not shared by all, or a worker that is lost."""
         self._pool.wait_for_loss(_LOSS_S)
-        rank, failure = min(failures.items(), key=lambda item: item[1].at)
+        self._collect()
+        self._death = self._reason()
+        raise EngineDeadError(self._death)
+
+    def _reason(self) -> str:
+        """Why no step can work any more. Who failed first is to blame. But a device or a connection may be lost because
+        a worker has ended, and after that anything may fail."""
+        told = [each for failures in self._failures.values() for each in failures.items()]
+        lost = self._pool.lost
+        if lost is not None:
+            told = [each for each in told if not each[1].is_final and each[1].at < self._pool.lost_at]
+            if not told:
+                return lost
+        rank, failure = min(told, key=lambda each: (each[1].is_final, each[1].at))
         name = self._pool.name(rank)
         is_named = self._pool.size == 1 or failure.message.startswith(name)
-        where = "" if is_named else f"{name}: "
-        self._death = self._pool.lost or where + failure.message
-        raise EngineDeadError(self._death)
+        return failure.message if is_named else f"{name}: {failure.message}"
 
     def _collect(self) -> None:
         """Take in what workers have answered. Who sends results is read first: another rank that has failed, and by
@@ -182,6 +194,16 @@ class MultiprocExecutor:
                 if rank == self._reporter:
                     self._num_answered += 1
                     self._answered_at = time.monotonic()
+        for number, failures in list(self._failures.items()):
+            if self._is_shared(failures) and _is_alike(failures):
+                self._refused[number] = next(iter(failures.values())).message
+                self._pool.go_on(self._failures.pop(number))
+
+    def _patience_s(self) -> float | None:
+        """How long there is reason to wait for all ranks to refuse a step that the reporter has come to; None: there is
+        no such step."""
+        deadlines = [self._deadline(each) for number, each in self._failures.items() if number <= self._num_answered]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _deadline(self, failures: dict[int, StepFailure]) -> float:
         """Until when the ranks that have not failed in a step yet may do so, of the monotonic clock. Later stages come
@@ -197,32 +219,35 @@ class MultiprocExecutor:
                 os.unlink(store)
 
     def _check_alive(self) -> None:
-        self._death = self._death or self._pool.lost
         if self._death is not None:
             raise EngineDeadError(self._death)
+        if self._pool.lost is not None:
+            self._die()
 
-    def _wait(self, number: int) -> None:
-        """Until a worker has answered, or there is no point in waiting any longer for all to refuse step `number`.
+    def _wait(self) -> None:
+        """Until a worker has answered, or there is no point in waiting any longer for all to refuse a step.
 
         Raises:
             EngineDeadError: no answer can come any more.
         """
         self._check_alive()
-        failures = self._failures.get(number)
-        timeout_s = None if failures is None else max(0.0, self._deadline(failures) - time.monotonic())
+        timeout_s = self._patience_s()
         if timeout_s is None or self._poller.poll(timeout_s * 1000):
             await_wake_up(self._pool.wake)
 
     def _make_room(self) -> None:
         """Wait until the ring of plans may have space. Answers are taken in meanwhile: a worker that cannot write its
-        answer reads no plan."""
+        answer reads no plan, nor does one that waits after a failure."""
         poller = select.poll()
         for fd in (self._pool.wake, self._pool.space):
             poller.register(fd, select.POLLIN)
-        for fd, _ in poller.poll():
+        timeout_s = self._patience_s()
+        for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000):
             await_wake_up(fd)
         self._collect()
         self._check_alive()
+        if self._patience_s() == 0:
+            self._die()
 
 
 class _Step:
@@ -235,6 +260,13 @@ class _Step:
 
     def result(self) -> StepResult:
         return self._executor.result(self._number, self._plan)
+
+
+def _is_alike(failures: dict[int, StepFailure]) -> bool:
+    """Whether the next step can work though this one has failed, as far as these ranks tell."""
+    return len({failure.message for failure in failures.values()}) == 1 and not any(
+        failure.is_final for failure in failures.values()
+    )
 
 
 def _shape(capacity: KVCapacity) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineError
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
-from tokenmill_engine.worker.backend import PendingStep
+from tokenmill_engine.worker.runner import PendingStep
 from tokenmill_engine.worker.step_errors import as_engine_error
 from tokenmill_engine.worker.worker import Worker
 

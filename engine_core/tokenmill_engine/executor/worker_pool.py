@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from tokenmill_engine.ipc.child import ChildProcess, is_stopped, spawn_child
 from tokenmill_engine.ipc.exits import describe_exit
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.shared_ring import RingFiles, RingReader, RingWriter, create_ring, wake_up
+from tokenmill_engine.ipc.stopped import LOOK_S, StoppedChild
 from tokenmill_engine.outputs import KVCapacity
-from tokenmill_engine.worker.control import FromWorker, WorkerFailed, WorkerReady, WorkerStart
+from tokenmill_engine.worker.control import FromWorker, RefusedAlike, WorkerFailed, WorkerReady, WorkerStart
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,12 @@ class WorkerPool:
         self._patience_s = patience_s
         self._may_use_gpus = may_use_gpus
         self.lost: str | None = None
-        """Once set: a worker that was ready has ended, and how. A wake-up of who waits for answers follows."""
+        """Once set: a worker that was ready has ended, or is stopped for long, and how. A wake-up of who waits for
+        answers follows."""
+        self.lost_at = 0.0
+        """When that was noticed, of the monotonic clock."""
+        self.gives_up = True
+        """False: a worker may be stopped for ever, as under a debugger. Set before `watch`."""
         self._has_lost = threading.Event()
         self._names = [f"worker {rank}" for rank in range(size)]
         self._children: list[ChildProcess[FromWorker]] = []
@@ -135,20 +141,44 @@ class WorkerPool:
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """From now on, a worker's end sets `lost`, wakes the thread that waits for answers and calls `on_lost` in a
-        thread of the pool's own; that only before `expect_ends`. If that thread fails, so does this process."""
+        thread of the pool's own; that only before `expect_ends`. So does a worker that is stopped for long, if the pool
+        `gives_up`. If that thread fails, so does this process."""
 
         def watch() -> None:
+            children = [StoppedChild(child.process.pid) for child in self._children] if self.gives_up else []
+            looked_at = time.monotonic()
+            now = 0.0
             while not self._is_stopping.is_set():
-                for rank, event in self._wait(None):
-                    if isinstance(event, _Exit) and self.lost is None and not self._is_stopping.is_set():
-                        self.lost = f"{self._names[rank]} {describe_exit(event.returncode)}"
-                        self._has_lost.set()
-                        wake_up(self.wake)
-                        if not self._is_ending:
-                            on_lost(self.lost)
+                for rank, event in self._wait(looked_at + LOOK_S if children else None):
+                    if isinstance(event, _Exit):
+                        self._lose(rank, describe_exit(event.returncode), on_lost)
+                if (since_s := time.monotonic() - looked_at) < LOOK_S:
+                    continue
+                looked_at += since_s
+                # This process may have been stopped as well.
+                now += min(since_s, 2 * LOOK_S)
+                for rank, child in enumerate(children):
+                    if (fault := child.look(now)) is not None:
+                        self._lose(rank, fault, on_lost)
 
         self._watcher = threading.Thread(target=die_with, args=(watch,), name="worker-watcher", daemon=True)
         self._watcher.start()
+
+    def _lose(self, rank: int, how: str, on_lost: Callable[[str], None]) -> None:
+        if self.lost is not None or self._is_stopping.is_set():
+            return
+        self.lost_at = time.monotonic()
+        self.lost = f"{self._names[rank]} {how}"
+        self._has_lost.set()
+        wake_up(self.wake)
+        if not self._is_ending:
+            on_lost(self.lost)
+
+    def go_on(self, ranks: Iterable[int]) -> None:
+        """Tells workers, each of which waits after a failure, that it was alike for all."""
+        for rank in ranks:
+            with contextlib.suppress(ChannelClosedError):  # its end is noticed elsewhere
+                self._children[rank].channel.send(RefusedAlike())
 
     def expect_ends(self) -> None:
         """Workers are about to be told to end: nobody loses anything by it."""

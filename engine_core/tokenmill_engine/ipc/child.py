@@ -12,6 +12,7 @@ import psutil
 
 from tokenmill_engine.ipc.bytecode import bytecode_environment
 from tokenmill_engine.ipc.channel import ControlChannel
+from tokenmill_engine.ipc.signals import outside_signals_blocked
 
 T = TypeVar("T")
 
@@ -35,8 +36,9 @@ def spawn_child(
     """Start `python -m module --control-fd N --parent-pid P *args`; `message_type` is what the child sends.
 
     `pass_fds` are inherited under their own numbers. The child gets a process group of its own, so that Ctrl-C in a
-    terminal reaches the launcher alone. Call it from the main thread: the child asks the kernel to be told when the
-    *thread* that started it ends. `env` None inherits ours. Raises OSError if the machine does not allow one more.
+    terminal reaches the launcher alone; signals from outside that reach it all the same are blocked until it ignores
+    them, in `become_child`. Call it from the main thread: the child asks the kernel to be told when the *thread* that
+    started it ends. `env` None inherits ours. Raises OSError if the machine does not allow one more.
     """
     open_standard_descriptors()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -45,14 +47,15 @@ def spawn_child(
         command = [sys.executable, "-P", "-m", module]
         ends = ["--control-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
         try:
-            process = subprocess.Popen(
-                [*command, *ends, *args],
-                pass_fds=(theirs.fileno(), *pass_fds),
-                env=bytecode_environment(os.environ if env is None else env),
-                stdin=subprocess.DEVNULL,
-                cwd=_usable_folder(),
-                process_group=0,
-            )
+            with outside_signals_blocked():
+                process = subprocess.Popen(
+                    [*command, *ends, *args],
+                    pass_fds=(theirs.fileno(), *pass_fds),
+                    env=bytecode_environment(os.environ if env is None else env),
+                    stdin=subprocess.DEVNULL,
+                    cwd=_usable_folder(),
+                    process_group=0,
+                )
         except OSError:
             ours.close()
             raise

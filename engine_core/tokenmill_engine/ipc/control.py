@@ -23,6 +23,8 @@ class EngineStart(msgspec.Struct, tag=True, frozen=True):
     """Of the monotonic clock, in seconds: when the user's command, or call, began."""
     removes_run_dir: bool = False
     """Whether nobody else is there who would remove `run_dir` when the launcher is killed: no API server."""
+    gives_up: bool = False
+    """Whether a worker that is stopped for long is the end."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -87,6 +89,13 @@ class EnginesReady(msgspec.Struct, tag=True, frozen=True):
     """Those of `engines` that are."""
 
 
+class RanksMissing(msgspec.Struct, tag=True, frozen=True):
+    """To every API server of a head that starts, whenever it changes, and to a restarted one."""
+
+    ranks: list[int]
+    """Those that no launcher has, ascending."""
+
+
 class Ping(msgspec.Struct, tag=True, frozen=True):
     """To a child that is ready: answer with a Pulse at once, from where nothing that takes long is done."""
 
@@ -136,5 +145,6 @@ class MetricsFetched(msgspec.Struct, tag=True, frozen=True):
 
 EngineControl = EngineStart | Ping
 FromEngine = EngineReady | Pulse | StartFailed | EngineFailed
-ToApiServer = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | MetricsFetched | Ping | Drain
+EngineNews = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | RanksMissing
+ToApiServer = EngineNews | MetricsFetched | Ping | Drain
 FromApiServer = Listening | Serving | MetricsWanted | Pulse | Drained | StartFailed

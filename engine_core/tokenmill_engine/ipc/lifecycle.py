@@ -22,6 +22,7 @@ import psutil
 import setproctitle
 
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
+from tokenmill_engine.ipc.signals import ignore_outside_signals
 
 T = TypeVar("T")
 
@@ -39,11 +40,12 @@ _CLOSE_WAIT_S = 1.0
 def become_child(
     title: str, parent_pid: int, death_signal: signal.Signals = signal.SIGKILL, run_dir: str | None = None
 ) -> None:
-    """Set the process title, arrange for `death_signal` at the parent's death and leave Ctrl-C to the parent.
+    """Set the process title, arrange for `death_signal` at the parent's death and leave Ctrl-C, SIGTERM and the like to
+    the launcher.
 
     Call it early in the child's main thread. If the parent is gone already, `run_dir` is removed and this exits.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_outside_signals()
     set_title(title)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -91,7 +93,7 @@ def watch_parent(channel: ControlChannel[T], on_message: Callable[[T], None], ru
 
 
 def exit_terminated(channel: ControlChannel[T], run_dir: str) -> NoReturn:
-    """End this process after SIGTERM. If it was the parent's death signal, `run_dir` is removed first.
+    """End this process after `END_SIGNAL`. If it was the parent's death signal, `run_dir` is removed first.
 
     The parent's number tells nothing yet: the kernel sends the signal when the thread that started us ends, and
     until its last thread has ended the parent is still there. The channel's end of file follows a moment later.

@@ -10,13 +10,17 @@ from tokenmill_engine.outputs import KVCapacity
 
 
 class WorkerStart(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a worker, and the only one."""
+    """The first message to a worker."""
 
     engine_rank: int
     """The engine core, as titles and logs call it."""
     store_path: str
     """What files begin with that are not there yet, by which the workers of this engine core find each other."""
     config: EngineConfig
+
+
+class RefusedAlike(msgspec.Struct, tag=True, frozen=True):
+    """To a worker that has told of a step that failed: it did on all that were to fail, so the next can follow."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
@@ -34,6 +38,7 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """Of the monotonic clock: the first one that fails may make others fail."""
 
 
+ToWorker = WorkerStart | RefusedAlike
 FromWorker = WorkerReady | WorkerFailed
 
 

@@ -18,11 +18,11 @@ from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.backend import Runner
 from tokenmill_engine.worker.encoder import MediaInputs
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
+from tokenmill_engine.worker.runner import Runner
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 from tokenmill_engine.worker.stages import Inlet, RelayRunner, inlet_of
 from tokenmill_engine.worker.token_choice import TokenChooser

@@ -18,7 +18,6 @@ from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches
 from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.backend import Runner
 from tokenmill_engine.worker.cuda_graphs import GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
@@ -26,6 +25,7 @@ from tokenmill_engine.worker.cuda_steps import steps_of
 from tokenmill_engine.worker.cuda_together import RunnerTogether
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
 from tokenmill_engine.worker.rehearsal import RehearsalPlans
+from tokenmill_engine.worker.runner import Runner
 from tokenmill_engine.worker.shapes import Ladder
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 from tokenmill_kernels import ops

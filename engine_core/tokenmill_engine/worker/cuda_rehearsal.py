@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 
-from tokenmill_engine.worker.backend import Runner
 from tokenmill_engine.worker.cuda_graphs import Call
 from tokenmill_engine.worker.cuda_stages import CudaRelay
 from tokenmill_engine.worker.cuda_steps import CudaSteps
 from tokenmill_engine.worker.rehearsal import RehearsalPlans
+from tokenmill_engine.worker.runner import Runner
 from tokenmill_engine.worker.shapes import Ladder, chunk_shapes, exact_shape
 
 

@@ -9,15 +9,14 @@ plans, and no other stage looks at token ids.
 import copy
 from functools import partial
 
-import numpy as np
 import torch
 
 from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan, StepResult
-from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.results import without_tokens
 from tokenmill_engine.worker.shapes import Ladder, StepShape, exact_shape
 from tokenmill_engine.worker.step_ring import StepEntry, StepTokens
 from tokenmill_kernels.gpu.stage_clock import StageClock
@@ -243,6 +242,4 @@ class CudaRelayedStep:
     def wait(self) -> StepResult:
         """A result without tokens, when this stage is done."""
         _, elapsed_s = self._tokens.wait()
-        num_reqs = self._plan.num_reqs
-        no_tokens = np.full((num_reqs, 1), INVALID_TOKEN, np.int32)
-        return StepResult(self._plan.step, no_tokens, np.zeros(num_reqs, np.int32), elapsed_s=elapsed_s)
+        return without_tokens(self._plan, elapsed_s)

@@ -2,7 +2,7 @@
 
 from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.backend import PendingStep, Runner
+from tokenmill_engine.worker.runner import PendingStep, Runner
 from tokenmill_engine.worker.step_ring import StepRing
 
 

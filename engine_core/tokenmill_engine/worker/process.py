@@ -9,7 +9,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -24,6 +23,8 @@ from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
 from tokenmill_engine.worker.control import (
     FromWorker,
+    RefusedAlike,
+    ToWorker,
     WorkerFailed,
     WorkerReady,
     WorkerStart,
@@ -53,9 +54,9 @@ class WorkerProcess:
         self._reports = rank == start.config.parallel.reporting_rank
         self.capacity = self._worker.initialize()
 
-    def run(self, plans: RingReader, answers: RingWriter) -> None:
-        """Carry out plans until an empty message comes."""
-        StepLoop(self._worker, answers, self._as_engine_error, reports=self._reports).run(plans)
+    def run(self, plans: RingReader, answers: RingWriter, agreed: threading.Semaphore) -> None:
+        """Carry out plans until an empty message comes. `agreed`: as in `StepLoop`."""
+        StepLoop(self._worker, answers, self._as_engine_error, agreed, reports=self._reports).run(plans)
 
 
 def _join(start: WorkerStart, rank: int, module: ModuleType) -> dict[str, Any]:
@@ -86,9 +87,8 @@ def main() -> NoReturn:
     parser.add_argument("--answers", type=int, nargs=3, required=True, help="descriptors of the ring to write")
     parser.add_argument("--gpu", action="store_true", help="may compute on the visible GPU with its rank")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     become_child(f"worker {args.rank}", args.parent_pid)
-    channel: ControlChannel[WorkerStart] = ControlChannel.from_fd(args.control_fd, WorkerStart)
+    channel: ControlChannel[ToWorker] = ControlChannel.from_fd(args.control_fd, ToWorker)
     memory, wake, space = args.plans
     plans = RingReader(memory, wake, space, args.rank)
     memory, wake, space = args.answers
@@ -102,12 +102,15 @@ def main() -> NoReturn:
         start = channel.receive()
     except ChannelClosedError:
         exit_at_once(1)
+    if not isinstance(start, WorkerStart):
+        raise TypeError(f"the first message must be WorkerStart, not {type(start).__name__}")
     name = f"worker {start.engine_rank}.{args.rank}"
     become_child(name, args.parent_pid)
     configure_logging(_log_level(start, args.rank), name)
     if cpus:
         logger.info("runs on %d CPUs next to its GPU", len(cpus))
-    watch_parent(channel, lambda _message: None, None)
+    agreed = threading.Semaphore(0)
+    watch_parent(channel, lambda message: agreed.release() if isinstance(message, RefusedAlike) else None, None)
     try:
         process = WorkerProcess(start, args.rank, args.size, modules)
     except TokenmillError as error:
@@ -123,7 +126,7 @@ def main() -> NoReturn:
     gc.freeze()
     _tell(channel, WorkerReady(process.capacity))
     try:
-        process.run(plans, answers)
+        process.run(plans, answers, agreed)
     except Exception:
         logger.exception("%s failed", name)
         exit_at_once(1)
@@ -154,12 +157,12 @@ def _log_level(start: WorkerStart, rank: int) -> str:
     return "WARNING" if level == "INFO" and rank > 0 else level
 
 
-def _fail_start(channel: ControlChannel[WorkerStart], message: str, at: float | None = None) -> NoReturn:
+def _fail_start(channel: ControlChannel[ToWorker], message: str, at: float | None = None) -> NoReturn:
     _tell(channel, WorkerFailed(" ".join(message.split()), time.monotonic() if at is None else at))
     exit_at_once(1)
 
 
-def _tell(channel: ControlChannel[WorkerStart], message: FromWorker) -> None:
+def _tell(channel: ControlChannel[ToWorker], message: FromWorker) -> None:
     """How the start went. An engine core that is gone wants no worker any more."""
     try:
         channel.send(message)

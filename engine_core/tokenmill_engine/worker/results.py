@@ -100,6 +100,12 @@ class PendingResult:
         )
 
 
+def without_tokens(plan: StepPlan, elapsed_s: float = 0.0) -> StepResult:
+    """The result of `plan` in a stage that samples nothing."""
+    no_tokens = np.full((plan.num_reqs, 1), INVALID_TOKEN, np.int32)
+    return StepResult(plan.step, no_tokens, np.zeros(plan.num_reqs, np.int32), elapsed_s=elapsed_s)
+
+
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in pinned memory, valid once the stream got there; a CPU tensor itself."""
     if not tensor.is_cuda:

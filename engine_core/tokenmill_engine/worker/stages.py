@@ -8,14 +8,13 @@ long the slowest stage took: steps follow each other as quickly as that one work
 import math
 import time
 
-import numpy as np
 import torch
 
 from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan, StepResult
-from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_engine.worker.inputs import CpuPreparer
+from tokenmill_engine.worker.results import without_tokens
 from tokenmill_engine.worker.slots import SlotTables
 
 _SECONDS = torch.float64
@@ -84,7 +83,4 @@ class RelayedStep:
 
     def wait(self) -> StepResult:
         """A result without tokens."""
-        num_reqs = self._plan.num_reqs
-        return StepResult(
-            self._plan.step, np.full((num_reqs, 1), INVALID_TOKEN, np.int32), np.zeros(num_reqs, np.int32)
-        )
+        return without_tokens(self._plan)

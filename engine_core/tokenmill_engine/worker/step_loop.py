@@ -4,6 +4,9 @@ Torch-free.
 A device computes while the host goes on, so the next plan is launched while the device still works on the one before:
 one thread begins steps as their plans come, another waits for their ends and answers. Where a step has been computed
 by the time it has begun, the second thread would only be in the way.
+
+After a failure nothing more is begun until the engine core says that all others have failed alike. Without that another
+worker may be in the middle of the step, and would take what comes of a later one for its part.
 """
 
 import itertools
@@ -14,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Queue
 
-from tokenmill_engine.errors import EngineDeadError, EngineError
+from tokenmill_engine.errors import EngineDeadError, EngineError, ExchangeError
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.backend import PendingStep, StepWorker
+from tokenmill_engine.worker.runner import PendingStep, StepWorker
 from tokenmill_engine.worker.wire import Answer, StepFailure, decode_plan, encode_answer
 
 logger = logging.getLogger(__name__)
@@ -43,14 +46,18 @@ class StepLoop:
         worker: StepWorker,
         answers: RingWriter,
         as_engine_error: Callable[[Exception, int], EngineError],
+        agreed: threading.Semaphore,
         *,
         reports: bool,
     ) -> None:
-        """`as_engine_error`: as in `step_errors`, which imports torch."""
+        """`as_engine_error`: as in `step_errors`, which imports torch. `agreed` is released for each failure once it is
+        known that all have failed alike."""
         self._worker = worker
         self._answers = answers
         self._as_engine_error = as_engine_error
+        self._agreed = agreed
         self._reports = reports
+        self._has_told_of_loss = False
         self._begun: Queue[_Begun | StepFailure] = Queue()
 
     def run(self, plans: RingReader) -> None:
@@ -68,7 +75,7 @@ class StepLoop:
                 continue
             self._begun.put(step)
             if isinstance(step, StepFailure):
-                # By going on this worker may make wrong what others compute: the failure is told before that.
+                # Until it is told, and all are known to have failed alike.
                 self._begun.join()
         self._begun.join()
 
@@ -90,6 +97,8 @@ class StepLoop:
         answer = step if isinstance(step, StepFailure) else self._end(step)
         if self._reports or isinstance(answer, StepFailure):
             self._answers.send(encode_answer(answer))
+        if isinstance(answer, StepFailure):
+            self._agreed.acquire()
 
     def _end(self, step: _Begun) -> Answer:
         try:
@@ -99,8 +108,16 @@ class StepLoop:
 
     def _failure(self, number: int, plan: StepPlan, error: Exception, is_after_others: bool) -> StepFailure:
         at = time.monotonic()
-        # What another worker did needs no traceback of ours.
-        is_elsewhere = isinstance(error, EngineDeadError) and not logger.isEnabledFor(logging.DEBUG)
-        logger.error("step %d failed: %s", plan.step, error, exc_info=None if is_elsewhere else error)
+        if isinstance(error, ExchangeError):
+            self._tell_of_loss(plan.step, error)
+        else:
+            logger.error("step %d failed: %s", plan.step, error, exc_info=error)
         failure = self._as_engine_error(error, plan.step)
         return StepFailure(number, failure.message, at, isinstance(failure, EngineDeadError), is_after_others)
+
+    def _tell_of_loss(self, step: int, error: ExchangeError) -> None:
+        """What another worker did needs no traceback of ours, and no line for each step that is under way."""
+        if not self._has_told_of_loss:
+            self._has_told_of_loss = True
+            is_wanted = logger.isEnabledFor(logging.DEBUG)
+            logger.warning("step %d failed: %s", step, error, exc_info=error if is_wanted else None)

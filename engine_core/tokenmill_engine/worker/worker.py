@@ -17,9 +17,10 @@ from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
 from tokenmill_engine.models.loader import WeightLoading, build_model
 from tokenmill_engine.outputs import KVCapacity, StepPlan
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.backend import Backend, PendingStep, Runner
+from tokenmill_engine.worker.backend import Backend
 from tokenmill_engine.worker.cpu import CpuBackend
 from tokenmill_engine.worker.encoder import check_can_encode
+from tokenmill_engine.worker.runner import PendingStep, Runner
 from tokenmill_engine.worker.slots import SlotShape
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tokenmill_engine.config.device import usable_cpus
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_server.bench.client_process import (
     Begin,
     Finished,
@@ -106,7 +106,7 @@ def _spawned(count: int) -> Iterator[list[ChildProcess[FromClient]]]:
     finally:
         for client in clients:
             client.channel.close()
-            client.process.send_signal(signal.SIGTERM)
+            client.process.send_signal(END_SIGNAL)
             client.process.wait()
 
 

@@ -19,10 +19,11 @@ from typing import Any
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench import compare_peer
+from tokenmill_server.bench.compare_check import check_variants
 from tokenmill_server.bench.compare_groups import plans_of
 from tokenmill_server.bench.compare_memory import step_bytes
 from tokenmill_server.bench.compare_plan import START, Load, Session, rows_of, seed_offset, sessions_of
-from tokenmill_server.bench.compare_process import LoadError, Log, SideError
+from tokenmill_server.bench.compare_process import LoadError, Log, Program, SideError
 from tokenmill_server.bench.compare_report import Measurement, card_state, memory_used_mib
 from tokenmill_server.bench.compare_result import Result
 from tokenmill_server.bench.compare_sides import (
@@ -99,12 +100,14 @@ def run(compare: Compare) -> int:
     """Measures and prints the table. Every figure and command goes to `result-GROUP.json` in the output folder, beside
     the logs, after each measurement. Returns the exit code: 1 if anything failed. Main thread only.
 
-    Raises: ConfigError.
+    Raises: ConfigError, StartupError.
     """
     plans = plans_of(compare.group, compare.selected, compare.divisor)
     if not plans:
         raise ConfigError(f"no load of the group {compare.group} has {' or '.join(compare.selected)} in its name")
     models = {plan.model: _read_model(compare, plan.model) for plan in plans}
+    sessions = sessions_of(plans, compare.rounds, compare.peer is not None)
+    check_variants(sessions, {key: model.path for key, model in models.items()}, compare.flags)
     result = Result(
         path=compare.output / f"result-{compare.group}.json",
         group=compare.group,
@@ -119,7 +122,6 @@ def run(compare: Compare) -> int:
         result.save()
     except OSError as error:
         raise ConfigError(f"cannot write to --output {compare.output}: {error.strerror}") from None
-    sessions = sessions_of(plans, compare.rounds, compare.peer is not None)
     try:
         with (
             _stoppable(),
@@ -226,7 +228,7 @@ class _Turns:
         """Raises: SideError."""
         for number in session.rounds:
             needed_s = self.result.round_s(session) + self.result.needed_s(following)
-            if number != session.rounds.start and self.result.deadline.left_s() < needed_s:
+            if number > 0 and self.result.deadline.left_s() < needed_s:
                 _say(f"{label}: no time for round {number + 1}")
                 return
             for load in session.loads:
@@ -262,15 +264,16 @@ class _Turns:
         self, session: Session, command: list[str], port: int, log: Log, deadline: Deadline
     ) -> Iterator[Running]:
         compare, model = self.compare, self.models[session.model]
-        environment = _environment(compare, session, self.caches)
+        death_signal = signal.SIGKILL if session.side == "ours" else signal.SIGINT
+        program = Program(command, _environment(compare, session, self.caches), death_signal)
         if not session.is_server:
-            with started_driver(command, environment, log, model, deadline) as driver:
+            with started_driver(program, log, model, deadline) as driver:
                 yield driver
             return
         prompts = ["--prompt-format", compare.prompt_format]
         prompts += ["--vocab-size", str(model.vocab_size)] if compare.prompt_format == "ids" else []
         options = [*prompts, "--tokenizer", str(model.path), *compare.load_options]
-        with started_server(command, environment, log, RunningServer(port, model, _NAME, deadline, options)) as server:
+        with started_server(program, log, RunningServer(port, model, _NAME, deadline, options)) as server:
             yield server
 
     def _fail(self, what: str) -> None:

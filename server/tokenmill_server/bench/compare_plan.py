@@ -3,7 +3,7 @@ group measures is in `compare_groups`.
 
 The two sides cannot share the device's memory, so they take turns. Our start takes seconds, the peer's a minute or two,
 so it is ours that starts again: one half of our rounds runs before the peer's and the other half after them, which
-shows (and halves) what the machine's drift does to the comparison. Where starts are compared both sides start twice.
+shows (and halves) what the machine's drift does to the comparison. The peer starts once for each kind of flags.
 """
 
 from collections.abc import Sequence
@@ -164,12 +164,11 @@ def sessions_of(plans: Sequence[ModelPlan], num_rounds: int, with_peer: bool) ->
     first, rest = range((num_rounds + 1) // 2), range((num_rounds + 1) // 2, num_rounds)
     sessions: list[Session] = []
     for plan in plans:
-        if plan.compares_starts:
-            # The second start is worth its seconds also where no round is left for it: it has the warm caches.
-            sessions += _turns(plan, first, first, "empty") + _turns(plan, rest, rest, "kept")
-        else:
-            sessions += _turns(plan, first, range(num_rounds))
-            sessions += [each for each in _turns(plan, rest, rest) if each.side == "ours"] if rest else []
+        caches: tuple[Cache, Cache] = ("empty", "kept") if plan.compares_starts else ("default", "default")
+        sessions += _turns(plan, first, range(num_rounds), caches[0])
+        # The second start is worth its seconds also where no round is left for it, if starts are compared.
+        if rest or plan.compares_starts:
+            sessions += [each for each in _turns(plan, rest, rest, caches[1]) if each.side == "ours"]
     return sessions if with_peer else _without_peer(sessions)
 
 

@@ -1,4 +1,5 @@
-"""A process of a comparison: started with a log, and gone with all its descendants afterwards."""
+"""A process of a comparison: started with a log, and gone with all its descendants afterwards, also if we are
+killed."""
 
 import contextlib
 import os
@@ -6,12 +7,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from tokenmill_engine.errors import TokenmillError
+from tokenmill_server.bench.death_signal import die_with_this_process
 
 _POLL_S = 0.05
 _STOP_S = 15.0
@@ -20,6 +23,17 @@ _ORPHANS_S = 1.0
 _REAP_S = 5.0
 _LOG_TAIL_CHARS = 4000
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(slots=True, frozen=True)
+class Program:
+    """What to run, and how."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    death_signal: signal.Signals = signal.SIGKILL
+    """It gets this if we are killed and cannot end it. For us it is one that ends the launcher at once, whose children
+    see to themselves; at SIGTERM it would finish its requests first. A peer's children may need to be ended by it."""
 
 
 class SideError(TokenmillError):
@@ -47,33 +61,36 @@ class Log:
 
 
 @contextlib.contextmanager
-def running_process(
-    command: Sequence[str], environment: Mapping[str, str], log: Log, **streams: Any
-) -> Iterator["subprocess.Popen[str]"]:
-    """A process whose descendants, too, are gone after the block. What it says goes to `log`."""
+def running_process(program: Program, log: Log, **streams: Any) -> Iterator["subprocess.Popen[str]"]:
+    """A process whose descendants, too, are gone after the block. What it says goes to `log`. Main thread only: the
+    process gets its death signal when the thread ends that started it."""
     with log.file.open("a", encoding="utf-8") as file:
-        file.write(f"$ {' '.join(command)}\n")
+        file.write(f"$ {' '.join(program.command)}\n")
         file.flush()
         process: subprocess.Popen[str] | None = None
         try:
             with _signals_later():
-                process = _start(command, environment, {"stdin": subprocess.DEVNULL, "stdout": file, **streams}, file)
+                process = _start(program, {"stdin": subprocess.DEVNULL, "stdout": file, **streams}, file)
             yield process
         finally:
             if process is not None:
                 _end(process)
 
 
-def _start(
-    command: Sequence[str], environment: Mapping[str, str], streams: Mapping[str, Any], errors: IO[str]
-) -> "subprocess.Popen[str]":
+def _start(program: Program, streams: Mapping[str, Any], errors: IO[str]) -> "subprocess.Popen[str]":
     """Raises: SideError."""
     try:
         return subprocess.Popen(
-            command, env=dict(environment), stderr=errors, start_new_session=True, text=True, **streams
+            program.command,
+            env=dict(program.environment),
+            stderr=errors,
+            start_new_session=True,
+            text=True,
+            preexec_fn=die_with_this_process(program.death_signal),
+            **streams,
         )
     except OSError as error:
-        raise SideError(f"cannot run {command[0]}: {error.strerror}") from error
+        raise SideError(f"cannot run {program.command[0]}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a comparison prints: medians of both sides beside each other, their ratio, and the device that gave them."""
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -97,7 +98,7 @@ def card_state() -> str | None:
 
 
 def memory_used_mib() -> float | None:
-    """Of all NVIDIA GPUs together; None without any."""
+    """Of all NVIDIA GPUs that the sides see, together; None without any."""
     used = _nvidia_smi("memory.used")
     try:
         return sum(float(each.split()[0]) for each in used.split(";")) if used is not None else None
@@ -110,6 +111,9 @@ def _nvidia_smi(fields: str) -> str | None:
     if program is None:
         return None
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        command.append(f"--id={visible}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
     except (subprocess.SubprocessError, OSError):

@@ -13,14 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenmill_server.bench.compare_memory import StepBytes
 from tokenmill_server.bench.compare_plan import Load
-from tokenmill_server.bench.compare_process import LoadError, Log, SideError, running_process
+from tokenmill_server.bench.compare_process import LoadError, Log, Program, SideError, running_process
+from tokenmill_server.bench.death_signal import die_with_this_process
 
 Figures = dict[str, float]
 
@@ -140,7 +141,12 @@ class RunningServer:
             command = [*self._command(load, seed), "--result-dir", folder, "--result-filename", "result.json"]
             try:
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=max(1.0, deadline.left_s()), check=False
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=max(1.0, deadline.left_s()),
+                    check=False,
+                    preexec_fn=die_with_this_process(),
                 )
             except subprocess.TimeoutExpired:
                 raise deadline.passed(load.name) from None
@@ -208,12 +214,10 @@ class _Reply:
 
 
 @contextlib.contextmanager
-def started_server(
-    command: Sequence[str], environment: Mapping[str, str], log: Log, server: RunningServer
-) -> Iterator[RunningServer]:
+def started_server(program: Program, log: Log, server: RunningServer) -> Iterator[RunningServer]:
     """`server`, once its process answers; ended with the block. Raises SideError."""
     started_s = time.monotonic()
-    with running_process(command, environment, log) as process:
+    with running_process(program, log) as process:
         server.wait_for_answer(process, started_s, log)
         time.sleep(_SETTLE_S)
         yield server
@@ -300,10 +304,8 @@ class RunningDriver:
 
 
 @contextlib.contextmanager
-def started_driver(
-    command: Sequence[str], environment: Mapping[str, str], log: Log, model: Model, deadline: Deadline
-) -> Iterator[RunningDriver]:
+def started_driver(program: Program, log: Log, model: Model, deadline: Deadline) -> Iterator[RunningDriver]:
     """A driver that is ready; ended with the block. Raises SideError."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with running_process(command, environment, log, **pipes) as process:
+    with running_process(program, log, **pipes) as process:
         yield RunningDriver(process, model, deadline, log)

@@ -14,7 +14,7 @@ from tokenmill_engine.distributed.nccl_chain import NcclChain
 from tokenmill_engine.distributed.torch_group import join
 
 CPU = torch.device("cpu")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Links:

@@ -30,8 +30,9 @@ except ImportError as error:
 """
 
 WORKERS = """
-import dataclasses, json, sys, tempfile, psutil
+import dataclasses, json, os, sys, tempfile, psutil
 from tests.support.engine_process import tiny_engine_config
+from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.ipc.control import EngineStart
 from tokenmill_engine.ipc.sockets import local_endpoints
@@ -44,19 +45,30 @@ with tempfile.TemporaryDirectory() as folder:
     start = EngineStart(0, 0, folder, local_endpoints(folder, 0), config, 0.0)
     executor, capacity = preparation.start_executor(start, print)
     serving = [child.pid for child in psutil.Process().children()]
+    if may_use_gpu:  # a thread of each is at it, and ends with the worker
+        wait_for(lambda: len(os.listdir(os.environ["IMPORTED"])) >= needed, PATIENCE_S, "Triton in each worker")
+        assert sorted(map(int, os.listdir(os.environ["IMPORTED"]))) == sorted(serving)
     executor.shutdown()
     left = psutil.Process().children()
 print(json.dumps([len(early), len(serving), early == serving, len(left)]))
 """
 """What there is before the configuration is known, and after the start."""
 
+BROKEN_TRITON = """
+import os
+os.write(1, b"Triton is imported\\n")  # whole, though others write beside
+open(os.path.join(os.environ["IMPORTED"], str(os.getpid())), "w").close()
+raise ImportError("no Triton here")
+"""
+
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that finds a driver library without a driver in it, and a Triton that is broken."""
-    (tmp_path / "triton.py").write_text(
-        "print('Triton is imported', flush=True)\nraise ImportError('no Triton here')\n"
-    )
+    """The environment of a process that finds a driver library without a driver in it, and a Triton that is broken.
+    Who imports it says so, and leaves a file with its process number in the folder `IMPORTED`."""
+    (tmp_path / "triton.py").write_text(BROKEN_TRITON)
+    imported = tmp_path / "imported"
+    imported.mkdir()
     any_library = str(msgspec._core.__file__)
     (tmp_path / "libcuda.so.1").symlink_to(any_library)
     paths = {
@@ -64,7 +76,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
         for name in ("PYTHONPATH", "LD_LIBRARY_PATH")
     }
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return environment | paths
+    return environment | paths | {"IMPORTED": str(imported)}
 
 
 def run(machine: dict[str, str], device: str, **variables: str) -> list[str]:
@@ -110,5 +122,4 @@ def test_workers_that_may_use_gpus_prepare_them_themselves(machine: dict[str, st
     """And not this process. What only GPUs need does not matter where they turn out to be on the CPU."""
     command = [sys.executable, "-c", WORKERS, "mp", str(size), str(size), "gpu"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=machine)
-    assert done.stdout.splitlines().count("Triton is imported") == size
     assert json.loads(done.stdout.splitlines()[-1]) == [size, size, True, 0]

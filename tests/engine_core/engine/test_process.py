@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, short_name
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.control import Ping, Pulse, StartFailed
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.messages import AbortRequests, AddRequest, ClientGone, EngineLoad, FinishReason, SamplingParams
 from tokenmill_engine.metric_files import render_metrics
 
@@ -335,11 +335,11 @@ class TestStart:
             assert "Traceback" not in stream.read()
             assert not os.path.exists(run_dir)
 
-    def test_sigterm_while_loading_ends_it(self) -> None:
+    def test_the_end_signal_while_loading_ends_it(self) -> None:
         with started_engine(tiny_engine_config()) as (child, _, _):
             process = psutil.Process(child.process.pid)
             wait_for(lambda: "engine core 0" in " ".join(process.cmdline()), 60, "a title", poll_s=0.005)
-            child.process.send_signal(signal.SIGTERM)
+            child.process.send_signal(END_SIGNAL)
             assert child.process.wait(timeout=60) == 0
             with pytest.raises(ChannelClosedError):
                 child.channel.receive()

@@ -22,6 +22,7 @@ from tests.support.server import wait_for
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.ipc.control import EngineFailed, Ping, Pulse, StartFailed
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.messages import EngineLoad, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -40,13 +41,18 @@ def config(size: int = 2, max_model_len: int = 40_000) -> EngineConfig:
 
 def workers_of(pid: int) -> list[psutil.Process]:
     """The workers of an engine core, by rank; they may not be configured yet."""
-    children = [child for child in psutil.Process(pid).children() if "tokenmill: worker" in child.cmdline()[0]]
-    return sorted(children, key=lambda child: child.cmdline()[0])
+    titles = [(title_of(child), child) for child in psutil.Process(pid).children()]
+    return [child for title, child in sorted(titles, key=lambda each: each[0]) if "tokenmill: worker" in title]
+
+
+def title_of(process: psutil.Process) -> str:
+    """Empty for a moment while a process begins."""
+    return " ".join(process.cmdline()).strip()
 
 
 def wait_for_workers(pid: int, pattern: str, count: int = 2) -> list[psutil.Process]:
     wait_for(
-        lambda: sum(bool(re.match(pattern, worker.cmdline()[0])) for worker in workers_of(pid)) == count,
+        lambda: sum(bool(re.match(pattern, title_of(worker))) for worker in workers_of(pid)) == count,
         DEADLINE_S,
         f"{count} processes called {pattern!r}",
     )
@@ -80,9 +86,7 @@ def test_tokens_titles_and_rest() -> None:
             assert {"launch", "configure", "import", "load", "warmup"} <= set(engine.ready.startup_s)
             assert sum(engine.ready.startup_s.values()) <= engine.started_s
             workers = workers_of(engine.pid)
-            assert [worker.cmdline()[0].strip() for worker in workers] == [
-                f"tokenmill: worker 0.{rank}" for rank in range(size)
-            ]
+            assert [title_of(worker) for worker in workers] == [f"tokenmill: worker 0.{rank}" for rank in range(size)]
             talker = EngineTalker(engine.run_dir, 0)
             for _ in range(2):
                 ids = [talker.add(prompt, GREEDY) for prompt in PROMPTS]
@@ -197,15 +201,15 @@ class TestStart:
             assert child.process.wait(timeout=DEADLINE_S) == 1
             check_gone(workers)
 
-    @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "close"])
+    @pytest.mark.parametrize("how", [signal.SIGKILL, END_SIGNAL, "close"])
     @pytest.mark.parametrize("title", ["tokenmill: worker ", r"tokenmill: worker 0\.\d"])
-    def test_workers_that_load_end_with_their_engine_core(self, title: str, how: str) -> None:
+    def test_workers_that_load_end_with_their_engine_core(self, title: str, how: signal.Signals | str) -> None:
         """At any moment: when they have just begun, or know what to be."""
         with started_engine(config()) as (child, _, _):
             workers = wait_for_workers(child.process.pid, title)
-            if how == "close":
-                child.channel.close()
+            if isinstance(how, signal.Signals):
+                child.process.send_signal(how)
             else:
-                child.process.send_signal(signal.Signals[how])
+                child.channel.close()
             check_gone(workers)
             assert child.process.wait(DEADLINE_S) in (0, 1, -9)

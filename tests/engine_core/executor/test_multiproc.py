@@ -91,21 +91,6 @@ def running(folder: Path, size: int, **changes: object) -> Iterator[Running]:
         assert list(folder.iterdir()) == []
 
 
-@pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Gives the next workers a fault; returns the file of their notes."""
-    notes = tmp_path_factory.mktemp("notes") / "notes"
-    notes.touch()
-
-    def prepare(text: str) -> Path:
-        monkeypatch.setattr(worker_pool, "_MODULE", "tests.support.faulty_worker")
-        monkeypatch.setenv("WORKER_FAULT", text)
-        monkeypatch.setenv("WORKER_NOTES", str(notes))
-        return notes
-
-    return prepare
-
-
 def first_token(workers: Running) -> list[list[int]]:
     return workers.submit().result().token_ids.tolist()
 
@@ -321,44 +306,14 @@ class TestDeaths:
             with pytest.raises(EngineDeadError, match=rf"^{re.escape(words)}$"):
                 workers.submit().result()
         log = capfd.readouterr().err
-        assert len(re.findall(rf"ERROR .* step \d+ failed: {re.escape(words)}$", log, re.MULTILINE)) == 1
+        assert len(re.findall(rf"WARNING .* step \d+ failed: {re.escape(words)}$", log, re.MULTILINE)) == 1
         assert "Traceback" not in log
         assert "gloo" not in log
 
-    @pytest.mark.parametrize("rank", RANKS)
-    def test_one_rank_fails_alone(self, rank: int, fault: Callable[[str], Path], tmp_path: Path) -> None:
-        fault(f"{rank} 1 raise")
+    def test_a_stopped_worker_is_given_up_and_named(self, tmp_path: Path) -> None:
         with running(tmp_path, 2) as workers:
-            handles = [workers.submit() for _ in range(3)]
-            assert handles[0].result().num_new.tolist() == [1]
-            for handle in handles[1:]:
-                with pytest.raises(EngineDeadError, match=rf"^worker 3.{rank}: step \d+ failed: ValueError: a fault$"):
-                    handle.result()
-
-    def test_ranks_fail_for_different_reasons(self, fault: Callable[[str], Path], tmp_path: Path) -> None:
-        fault("all 1 differ")
-        with running(tmp_path, 2) as workers:
-            workers.submit().result()
-            with pytest.raises(EngineDeadError, match=r"^worker 3.([01]): step \d+ failed: ValueError: a fault of \1$"):
+            workers.processes[1].suspend()
+            with pytest.raises(EngineDeadError, match=r"^worker 3.1 was stopped \(SIGSTOP\) for 5 s$"):
                 workers.submit().result()
-
-    def test_all_ranks_fail_alike_at_any_moment(self, fault: Callable[[str], Path], tmp_path: Path) -> None:
-        fault("all 1 raise")
-        with running(tmp_path, 2) as workers:
-            handles = [workers.submit() for _ in range(3)]
-            assert handles[0].result().num_new.tolist() == [1]
-            with pytest.raises(EngineError, match=r"^step \d+ failed: ValueError: a fault$"):
-                handles[1].result()
-            assert handles[2].result().num_new.tolist() == [1]
-
-    @pytest.mark.parametrize(("size", "where"), [(1, ""), (2, "worker 3.[01]: ")])
-    def test_a_lost_device_is_the_end(
-        self, size: int, where: str, fault: Callable[[str], Path], tmp_path: Path
-    ) -> None:
-        fault("all 1 lose")
-        with running(tmp_path, size) as workers:
-            handles = [workers.submit() for _ in range(3)]
-            assert handles[0].result().num_new.tolist() == [1]
-            for handle in handles[1:]:
-                with pytest.raises(EngineDeadError, match=f"^{where}the device is lost$"):
-                    handle.result()
+            assert workers.lost.wait(DEADLINE_S)
+            assert workers.losses == ["worker 3.1 was stopped (SIGSTOP) for 5 s"]

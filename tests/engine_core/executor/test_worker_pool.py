@@ -82,6 +82,19 @@ def test_a_worker_ended_by_any_signal_is_lost(number: int, words: str) -> None:
         assert losses[0].startswith(f"worker 1 {words}")
 
 
+def test_a_stopped_worker_is_lost_unless_nobody_is_given_up() -> None:
+    lost = threading.Event()
+    with waiting_pool(2) as (patient, held), waiting_pool(2) as (pool, processes):
+        patient.gives_up = False
+        held[0].suspend()
+        patient.watch(lambda _reason: None)
+        processes[1].suspend()
+        pool.watch(lambda _reason: lost.set())
+        assert lost.wait(DEADLINE_S)
+        assert pool.lost == "worker 1 was stopped (SIGSTOP) for 5 s"
+        assert patient.lost is None
+
+
 def test_a_watch_that_fails_ends_the_engine_core() -> None:
     """Nobody would notice any more that a worker is gone."""
     done = subprocess.run(

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +13,11 @@ import psutil
 import pytest
 
 from tests.support.orphans import Child
-from tests.support.processes import has_ended, wait_for_end
+from tests.support.processes import wait_for_end
 from tokenmill_engine.ipc.channel import ChannelClosedError
 from tokenmill_engine.ipc.child import spawn_child
-from tokenmill_engine.ipc.control import Drained, Listening
+from tokenmill_engine.ipc.control import Drained, Listening, Ping
+from tokenmill_engine.ipc.signals import END_SIGNAL, OUTSIDE_SIGNALS
 
 
 @contextmanager
@@ -52,13 +52,29 @@ def test_a_child_that_cannot_listen_to_its_parent_any_more_ends(tmp_path: Path) 
         wait_for_end(child)
 
 
-def test_a_child_has_a_title_and_leaves_ctrl_c_to_its_parent(tmp_path: Path) -> None:
+def test_a_child_has_a_title_and_a_group_of_its_own(tmp_path: Path) -> None:
     with family("idle", tmp_path) as (parent, child):
         assert child.cmdline()[0].startswith("tokenmill: test orphan")
         assert os.getpgid(child.pid) != os.getpgid(parent.pid)
-        child.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        assert not has_ended(child)
+
+
+def test_a_child_leaves_signals_from_outside_to_the_launcher_from_its_first_moment(tmp_path: Path) -> None:
+    child: Child = spawn_child(
+        "tests.support.orphans", Listening | Drained, args=["--mode", "idle", "--run-dir", str(tmp_path)]
+    )
+    try:
+        for answer in (Listening, Drained):  # the interpreter has not begun yet; the child waits
+            for number in OUTSIDE_SIGNALS:
+                child.process.send_signal(number)
+            if answer is Drained:
+                child.channel.send(Ping())
+            assert isinstance(child.channel.receive(), answer)
+        child.process.send_signal(END_SIGNAL)
+        assert child.process.wait(timeout=60) == -END_SIGNAL
+    finally:
+        child.process.kill()
+        child.process.wait()
+        child.channel.close()
 
 
 def test_a_child_whose_parent_was_gone_before_it_began_exits_at_once(tmp_path: Path) -> None:

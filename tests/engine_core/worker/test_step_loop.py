@@ -1,5 +1,7 @@
 """Plans of a worker's process on a device that works on while the next plan comes, and on one that does not."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -7,14 +9,14 @@ import numpy as np
 import pytest
 
 from tests.support.server import wait_for
-from tokenmill_engine.errors import EngineDeadError, EngineError
+from tokenmill_engine.errors import EngineDeadError, EngineError, ExchangeError
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter, create_ring
 from tokenmill_engine.outputs import StepPlan, StepResult
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.step_loop import StepLoop
 from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, encode_plan
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Step:
@@ -63,14 +65,15 @@ def as_engine_error(error: Exception, step: int) -> EngineError:
 class Loop:
     """A step loop in a thread, and the rings to it and from it."""
 
-    def __init__(self, device: Device, reports: bool = True) -> None:
+    def __init__(self, device: Device, reports: bool = True, num_agreed: int = 8) -> None:
+        """`num_agreed`: failures of which it is known at once that all have failed alike."""
         plans, answers = create_ring(1, 1 << 16), create_ring(1, 1 << 16)
         self._rings = (plans, answers)
         self._plans = RingWriter(plans.memory, plans.wakes, plans.space)
         self._answers = RingReader(*answers.of_reader(0))
-        loop = StepLoop(
-            device, RingWriter(answers.memory, answers.wakes, answers.space), as_engine_error, reports=reports
-        )
+        self.agreed = threading.Semaphore(num_agreed)
+        writer = RingWriter(answers.memory, answers.wakes, answers.space)
+        loop = StepLoop(device, writer, as_engine_error, self.agreed, reports=reports)
         self._thread = threading.Thread(target=loop.run, args=(RingReader(*plans.of_reader(0)),), daemon=True)
         self._thread.start()
 
@@ -111,8 +114,8 @@ class Loop:
 def start() -> Iterator[Callable[..., Loop]]:
     loops: list[Loop] = []
 
-    def make(device: Device, reports: bool = True) -> Loop:
-        loops.append(Loop(device, reports))
+    def make(device: Device, reports: bool = True, num_agreed: int = 8) -> Loop:
+        loops.append(Loop(device, reports, num_agreed))
         return loops[-1]
 
     yield make
@@ -194,6 +197,54 @@ def test_a_failure_is_in_the_ring_when_the_next_step_begins(start: Callable[...,
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
+def test_after_a_failure_nothing_is_begun_until_all_have_failed_alike(
+    runs_ahead: bool, start: Callable[..., Loop]
+) -> None:
+    """Others may be in the middle of that step, and would take this worker's part of a later one for its part of it."""
+    device = Device(runs_ahead=runs_ahead)
+    device.refused = {0: ValueError("a fault"), 1: ValueError("another")}
+    device.ends[2].set()
+    loop = start(device, True, 0)
+    waiting = threading.Event()
+    acquire = loop.agreed.acquire
+
+    def wait(*arguments: object) -> bool:
+        waiting.set()
+        return acquire()
+
+    loop.agreed.acquire = wait  # type: ignore[method-assign, assignment]
+    loop.submit(0, 1, 2)
+    for step in (0, 1):
+        assert isinstance(loop.receive(), StepFailure)
+        assert waiting.wait(DEADLINE_S)
+        waiting.clear()
+        assert device.begun == list(range(step + 1))
+        loop.agreed.release()
+    assert token_of(loop.receive()) == 2
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_a_lost_connection_is_one_warning(
+    runs_ahead: bool, start: Callable[..., Loop], caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many steps are under way: what is wrong is told elsewhere."""
+    caplog.set_level("INFO")
+    device = Device(runs_ahead=runs_ahead)
+    device.broken = {step: ExchangeError("worker 0.1 lost the connection to another worker") for step in range(3)}
+    for end in device.ends:
+        end.set()
+    loop = start(device)
+    loop.submit(0, 1, 2)
+    for _ in range(3):
+        failure = loop.receive()
+        assert isinstance(failure, StepFailure)
+        assert failure.is_final
+    assert [(record.levelname, record.getMessage(), record.exc_info) for record in caplog.records] == [
+        ("WARNING", "step 0 failed: worker 0.1 lost the connection to another worker", None)
+    ]
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
 def test_a_step_that_fails_at_its_end(runs_ahead: bool, start: Callable[..., Loop]) -> None:
     device = Device(runs_ahead=runs_ahead)
     device.broken = {0: EngineDeadError("the device is lost"), 1: ValueError("a fault")}
@@ -251,3 +302,9 @@ def test_the_end_waits_for_steps_under_way(start: Callable[..., Loop]) -> None:
     device.ends[1].set()
     assert token_of(loop.receive()) == 1
     wait_for(loop.has_ended, DEADLINE_S, "the end of the loop")
+
+
+def test_a_worker_process_begins_without_torch() -> None:
+    """It is imported beside what else a start takes."""
+    script = "import sys, tokenmill_engine.worker.process; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

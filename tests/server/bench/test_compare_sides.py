@@ -11,7 +11,7 @@ import pytest
 
 from tokenmill_server.bench import compare, compare_report
 from tokenmill_server.bench.compare_plan import Load
-from tokenmill_server.bench.compare_process import Log, SideError, running_process
+from tokenmill_server.bench.compare_process import Log, Program, SideError, running_process
 from tokenmill_server.bench.compare_sides import (
     Deadline,
     Model,
@@ -36,7 +36,7 @@ LEAVES_A_CHILD = 'subprocess.Popen([sys.executable, "-c", "import time; time.sle
 def start(tmp_path: Path, program: str, limit_s: float = 60.0) -> RunningDriver:
     """The error that `started_driver` raises leaves this function."""
     log = Log(tmp_path / "side.log")
-    with started_driver([sys.executable, "-c", program], os.environ, log, MODEL, Deadline(limit_s)) as driver:
+    with started_driver(Program([sys.executable, "-c", program], os.environ), log, MODEL, Deadline(limit_s)) as driver:
         return driver
 
 
@@ -46,7 +46,7 @@ def test_a_deadline_and_its_steps() -> None:
     began = Deadline(0.2)
     time.sleep(0.15)
     assert began.step().left_s() <= 0.05
-    assert 90.0 < whole.of_last().step().left_s() <= 100.0
+    assert 50.0 < whole.of_last().step().left_s() <= 100.0
     whole.check("nothing")
     with pytest.raises(SideError, match=r"it: the time limit was reached \(0 s\)"):
         Deadline(0.0).check("it")
@@ -56,7 +56,7 @@ def test_a_driver_whose_child_holds_its_output_open_is_seen_to_end(tmp_path: Pat
     program = f"{READY}{LEAVES_A_CHILD}sys.stdin.readline(); sys.exit('out of memory')"
     log = Log(tmp_path / "side.log")
     command = [sys.executable, "-c", program]
-    with started_driver(command, os.environ, log, MODEL, Deadline(600.0)) as driver:
+    with started_driver(Program(command, os.environ), log, MODEL, Deadline(600.0)) as driver:
         began_s = time.monotonic()
         with pytest.raises(SideError, match="out of memory"):
             driver.measure(Load("a load", "decode", 1, 1, 1), 0)
@@ -66,7 +66,7 @@ def test_a_driver_whose_child_holds_its_output_open_is_seen_to_end(tmp_path: Pat
 def test_what_a_driver_left_behind_ends_with_it(tmp_path: Path) -> None:
     log = Log(tmp_path / "side.log")
     program = f"import subprocess, sys\n{LEAVES_A_CHILD}"
-    with running_process([sys.executable, "-c", program], os.environ, log) as process:
+    with running_process(Program([sys.executable, "-c", program], os.environ), log) as process:
         process.wait(60)
         group = process.pid
         assert _living(group)
@@ -98,7 +98,7 @@ def test_a_server_that_never_starts_costs_its_share_of_the_time(tmp_path: Path) 
     command = [sys.executable, "-c", "import time; time.sleep(300)"]
     with (
         pytest.raises(SideError, match=r"Connection refused: the time limit was reached \(\d s\)"),
-        started_server(command, os.environ, Log(tmp_path / "side.log"), server),
+        started_server(Program(command, os.environ), Log(tmp_path / "side.log"), server),
     ):
         pytest.fail("it never answers")
 
@@ -108,7 +108,7 @@ def test_a_server_that_ends_while_starting_has_its_last_words_told(tmp_path: Pat
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     with (
         pytest.raises(SideError, match=r"ended with status 1 while starting:\n.*\nno such model"),
-        started_server(command, os.environ, Log(tmp_path / "side.log"), server),
+        started_server(Program(command, os.environ), Log(tmp_path / "side.log"), server),
     ):
         pytest.fail("it never answers")
 
@@ -119,7 +119,9 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     said = tmp_path / "said"
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\ncat {said}\n")
+    program.write_text(
+        f'#!/bin/sh\nfor each; do case $each in --id=*) exec grep "^${{each#--id=}} " {said};; esac; done\ncat {said}\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     return said
@@ -130,6 +132,12 @@ def test_memory_of_all_cards(card: Path) -> None:
     assert compare_report.memory_used_mib() == 1024.0
     card.write_text("[N/A]\n")
     assert compare_report.memory_used_mib() is None
+
+
+def test_memory_of_the_cards_that_the_sides_see(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.write_text("7 MiB\n1000 MiB\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert compare_report.memory_used_mib() == 7.0
 
 
 def test_the_next_side_starts_when_the_memory_is_free(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:

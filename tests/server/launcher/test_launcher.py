@@ -38,7 +38,7 @@ def test_ready_line_then_clean_stop() -> None:
             "kill",
             "serve",
             "error: engine core 0 was killed (SIGKILL) while it was starting; if the kernel did so for want "
-            "of memory, lower --kv-cache-memory-bytes or --data-parallel-size",
+            "of memory, lower --kv-cache-memory-bytes",
         ),
         ("ready", "fail", "error: API server 0 exited with status 5 while it was starting"),
     ],

@@ -13,7 +13,16 @@ from tests.support.api_server import engine_config
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess
-from tokenmill_engine.ipc.control import EngineFailed, EngineLost, EngineStalled, FromEngine, Pulse, StartFailed
+from tokenmill_engine.ipc.control import (
+    EngineControl,
+    EngineFailed,
+    EngineLost,
+    EngineStalled,
+    EngineStart,
+    FromEngine,
+    Pulse,
+    StartFailed,
+)
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server import liveness, supervisor
@@ -70,6 +79,8 @@ class Clock:
         self.refuses: OSError | None = None
         """Why no process can be started."""
         self.kills: list[float] = []
+        self.children: list[ControlChannel[EngineControl]] = []
+        """The ends of their channels that processes would read."""
 
     def monotonic(self) -> float:
         return self.now
@@ -126,7 +137,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
             raise clock.refuses
         clock.starts.append(clock.now)
         ours, theirs = socket.socketpair()
-        sockets.extend((ours, theirs))
+        sockets.append(ours)
+        clock.children.append(ControlChannel(theirs, EngineControl))
         return ChildProcess(cast(Any, SimpleNamespace(pid=1)), ControlChannel(ours, FromEngine))
 
     monkeypatch.setattr(supervisor, "spawn_child", spawn)
@@ -134,7 +146,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(liveness, "time", clock)
     monkeypatch.setattr(os, "killpg", lambda pid, number: clock.kills.append(clock.now))
     yield clock
-    for one in sockets:
+    for one in (*sockets, *clock.children):
         one.close()
 
 
@@ -234,6 +246,19 @@ def test_one_that_is_stalled_is_lost_when_it_is_killed(clock: Clock) -> None:
     assert machine.exit() is None
     assert machine.wait(100) == []
     assert len(clock.starts) == 1
+
+
+@pytest.mark.parametrize(("timeout_s", "gives_up"), [(300, True), (0, False)])
+def test_engine_cores_are_told_whether_stopped_workers_are_given_up(
+    timeout_s: float, gives_up: bool, clock: Clock
+) -> None:
+    """Also those that are started again."""
+    machine = Machine(clock, 1, stall_timeout_s=timeout_s)
+    machine.become_ready(0)
+    machine.die()
+    machine.wait(2)
+    starts = [child.receive() for child in clock.children]
+    assert [start.gives_up for start in starts if isinstance(start, EngineStart)] == [gives_up] * 2
 
 
 def test_a_start_may_take_as_long_as_it_needs(clock: Clock) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tokenmill_engine.ipc.channel import ControlChannel
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_server import children
 from tokenmill_server.children import stop_children, watch_child
 from tokenmill_server.watcher import Event, Exited, Said, Signalled, Watcher
@@ -34,7 +35,7 @@ def echo() -> None:
         channel.send(Line(text))
         channel.send(Line(text))
         if text == "stubborn":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(END_SIGNAL, signal.SIG_IGN)
             channel.send(Line("deaf"))
             time.sleep(600)
 

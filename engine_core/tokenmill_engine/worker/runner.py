@@ -1,0 +1,38 @@
+"""What carries step plans out, as those see it who hand them in and wait for results. Torch-free."""
+
+from typing import Protocol
+
+from tokenmill_engine.outputs import StepPlan, StepResult
+
+
+class PendingStep(Protocol):
+    """A step whose work is enqueued."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the device is done with the step. Call it once."""
+
+
+class Runner(Protocol):
+    """Carries plans out, in order."""
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Enqueue one step."""
+
+
+class StepWorker(Protocol):
+    """A ready worker, as its process sees it."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `execute` returns while the device still works on the step."""
+
+    @property
+    def received_step(self) -> int | None:
+        """Which step, by `StepPlan.step`, the stages before this one have handed on last; None if there is no such
+        stage."""
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Enqueue one step."""
+
+    def enter_thread(self) -> None:
+        """To be called first by a thread that waits for steps and did not make the worker ready."""
