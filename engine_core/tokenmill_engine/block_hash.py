@@ -39,9 +39,13 @@ _end_of = attrgetter("end")
 
 
 def media_spans(items: Iterable[MediaItem]) -> tuple[MediaSpan, ...]:
-    """Where the media of a prompt stand. The grid counts too: it decides the positions of the tokens behind it."""
+    """Where the media of a prompt stand. What decides the positions of the tokens behind it counts too."""
     return tuple(
-        MediaSpan(item.offset, item.offset + item.num_tokens, f"{item.kind}:{item.key.hex()}:{item.grid}")
+        MediaSpan(
+            item.offset,
+            item.offset + item.num_tokens,
+            f"{item.kind}:{item.key.hex()}:{item.grid}:{item.seconds_per_step}",
+        )
         for item in items
     )
 

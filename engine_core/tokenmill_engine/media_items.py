@@ -27,19 +27,28 @@ def check_media(
     end = 0
     for index, item in enumerate(items):
         name = f"{item.kind} {index}"
-        if item.kind != "image":
-            raise _error(f"{name}: this model takes images only")
+        token_id = _placeholder(name, item, config)
         if len(item.key) != _KEY_BYTES:
             raise _error(f"{name}: its key has {len(item.key)} bytes, not {_KEY_BYTES}")
         start, end = _checked_place(name, item, end, len(prompt))
-        if not (prompt[start:end] == config.image_token_id).all():
+        if not (prompt[start:end] == token_id).all():
             raise _error(f"{name}: tokens {start}..{end - 1} of the prompt are not all its placeholder")
         if item.num_tokens > max_item_tokens:
             raise _error(
-                f"{name} takes {item.num_tokens} tokens; this engine holds {max_item_tokens} of one image. "
-                "Send a smaller image"
+                f"{name} takes {item.num_tokens} tokens; this engine holds {max_item_tokens} of one image or video. "
+                f"Send {'a smaller image' if item.kind == 'image' else 'a shorter or smaller video'}"
             )
         _check_tensors(name, item, config)
+        _check_seconds(name, item, config)
+
+
+def _placeholder(name: str, item: MediaItem, config: MediaConfig) -> int:
+    """The token that stands for its rows."""
+    if item.kind == "image":
+        return config.image_token_id
+    if item.kind != "video" or not config.takes_video or config.video_token_id is None:
+        raise _error(f"{name}: this model takes {'images and videos' if config.takes_video else 'images'} only")
+    return config.video_token_id
 
 
 def _checked_place(name: str, item: MediaItem, last_end: int, num_prompt: int) -> tuple[int, int]:
@@ -67,11 +76,29 @@ def _check_tensors(name: str, item: MediaItem, config: MediaConfig) -> None:
         merge = vision.spatial_merge_size
         if item.grid is None or min(item.grid) < 1 or item.grid[1] % merge or item.grid[2] % merge:
             raise _error(f"{name}: its grid is {item.grid}; height and width must be multiples of {merge}")
+        if item.kind == "image" and item.grid[0] != 1:
+            raise _error(f"{name}: its grid is {item.grid}; an image has one patch in time")
         shape = (math.prod(item.grid), vision.patch_dim)
         num_rows = shape[0] // merge**2
     if num_rows != item.num_tokens:
         raise _error(f"{name}: it has {item.num_tokens} placeholders and becomes {num_rows} rows")
     _check_floats(name, item.tensors["pixel_values"], shape)
+
+
+def _check_seconds(name: str, item: MediaItem, config: MediaConfig) -> None:
+    """Of a video of a model that is told the time, and of nothing else; it ends within the positions that there are."""
+    seconds = item.seconds_per_step
+    if item.kind != "video" or config.tokens_per_second is None or item.grid is None:
+        if seconds is not None:
+            raise _error(f"{name}: nothing asks for its seconds from patch to patch, and they are {seconds}")
+        return
+    if seconds is None or not seconds > 0:
+        raise _error(f"{name}: its seconds from patch to patch must be above 0, not {seconds}")
+    length = (item.grid[0] - 1) * seconds * config.tokens_per_second
+    if not length < config.positions_per_token * item.num_tokens:
+        raise _error(
+            f"{name}: it is too long for its {item.num_tokens} tokens. Send a shorter one, or more frames of it"
+        )
 
 
 def _check_floats(name: str, tensor: MediaTensor, shape: tuple[int, ...]) -> None:

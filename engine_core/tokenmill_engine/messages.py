@@ -64,11 +64,12 @@ class MediaTensor(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
-    """One image of a prompt, where it stands and what the encoder needs. Each of its placeholder tokens stands for one
-    row of the encoder's output, in order."""
+    """One image or video of a prompt, where it stands and what the encoder needs. Each of its placeholder tokens stands
+    for one row of the encoder's output, in order. Where text stands between the frames of a video (Qwen3-VL, which is
+    told the time of each), every group of frames that become one is an item of its own."""
 
     kind: str
-    """`image`."""
+    """`image` or `video`."""
     key: bytes
     """32 bytes: names the content and everything that changes what the encoder makes of it. Items with equal keys are
     encoded once, and prompts that differ in nothing else share their blocks."""
@@ -77,10 +78,13 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     num_tokens: int
     """Placeholders, all in a row."""
     grid: tuple[int, int, int] | None
-    """Patches in time, height and width, before merging; None for models with one size of image."""
+    """Patches in time, height and width, before merging; None for models with one size of image. Images have one in
+    time."""
     tensors: dict[str, MediaTensor]
     """By the model's name for them. `pixel_values` float32: [num_patches, patch_dim] (Qwen2-VL) or [3, height, width]
     (LLaVA)."""
+    seconds_per_step: float | None = None
+    """Videos of Qwen2.5-VL: from one patch in time to the next. None for all else."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -15,18 +15,19 @@ from tokenmill_engine.messages import MediaTensor, SamplingParams
 
 @dataclass(slots=True, frozen=True)
 class MediaPlace:
-    """Where an image is in a prompt."""
+    """Where an image or a video is in a prompt."""
 
     offset: int
     """First placeholder."""
     num_tokens: int
     grid: tuple[int, int, int] | None
-    """As in `messages.MediaItem`."""
+    seconds_per_step: float | None = None
+    """Both as in `messages.MediaItem`."""
 
 
 @dataclass(slots=True, frozen=True)
 class EncoderInput:
-    """An image to encode. The `num_tokens` rows of output are kept as `entry` until the plan that frees it."""
+    """An image or a video to encode. Its `num_tokens` rows of output are kept as `entry` until a plan frees it."""
 
     entry: int
     """Used once since the engine started."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenmill_engine.mrope import mrope_positions
+from tokenmill_engine.mrope import GridSpan, mrope_positions
 
 
 def test_text_alone_counts_on() -> None:
@@ -14,7 +14,7 @@ def test_text_alone_counts_on() -> None:
 
 
 def test_an_image_has_rows_and_columns_and_text_goes_on_behind_the_largest() -> None:
-    positions, delta = mrope_positions(10, [(2, (1, 4, 6))], 2)
+    positions, delta = mrope_positions(10, [GridSpan(2, (1, 4, 6))], 2)
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
@@ -24,13 +24,19 @@ def test_an_image_has_rows_and_columns_and_text_goes_on_behind_the_largest() -> 
 
 
 def test_frames_differ_in_time() -> None:
-    positions, delta = mrope_positions(4, [(0, (2, 2, 4))], 2)
+    positions, delta = mrope_positions(4, [GridSpan(0, (2, 2, 4))], 2)
     assert positions.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]]
     assert delta == -2
 
 
+def test_frames_lie_as_far_apart_as_they_say_cut_to_whole_positions() -> None:
+    positions, delta = mrope_positions(6, [GridSpan(1, (4, 2, 2), 1.5)], 2)
+    assert positions.tolist() == [[0, 1, 2, 4, 5, 6], [0, 1, 1, 1, 1, 6], [0, 1, 1, 1, 1, 6]]
+    assert delta == 1
+
+
 def test_positions_do_not_depend_on_what_follows() -> None:
-    images = [(3, (1, 6, 2)), (6, (1, 4, 4)), (15, (1, 2, 8))]
+    images = [GridSpan(3, (1, 6, 2)), GridSpan(6, (1, 4, 4)), GridSpan(15, (1, 2, 8))]
     whole, delta = mrope_positions(25, images, 2)
     assert np.array_equal(mrope_positions(12, images[:2], 2)[0], whole[:, :12])
     assert whole[:, -1].tolist() == [24 + delta] * 3
@@ -39,4 +45,4 @@ def test_positions_do_not_depend_on_what_follows() -> None:
 @pytest.mark.parametrize("images", [[(0, (1, 4, 4)), (3, (1, 2, 2))], [(8, (1, 4, 4))], [(2, (1, 1, 1))]])
 def test_images_that_overlap_are_cut_off_or_empty_are_refused(images: list[tuple[int, tuple[int, int, int]]]) -> None:
     with pytest.raises(ValueError, match="overlaps or is cut off"):
-        mrope_positions(10, images, 2)
+        mrope_positions(10, [GridSpan(*image) for image in images], 2)

@@ -15,10 +15,22 @@ from tokenmill_engine.attention.batch import ForwardBatch, MediaRows
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
-from tokenmill_engine.mrope import Grid, mrope_positions
+from tokenmill_engine.mrope import Grid, GridSpan, mrope_positions
 
 _TEXT_TOKENS = VOCAB_SIZE - 12
 """Ids below that stand for text."""
+
+
+@dataclass(frozen=True, slots=True)
+class VideoInput(ImageInput):
+    """A video, or of one with text between its frames those that become one."""
+
+    seconds_per_step: float | None = None
+
+
+def random_video(media: MediaConfig, grid: Grid, seed: int, seconds: float | None = None) -> VideoInput:
+    """A prepared video."""
+    return VideoInput(random_image(media, grid, seed).pixel_values, grid, seconds)
 
 
 def random_image(media: MediaConfig, grid: Grid, seed: int) -> ImageInput:
@@ -46,8 +58,18 @@ class MediaPrompt:
 
     def positions(self, media: MediaConfig) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
         """[3, num_tokens], and what to add for later tokens."""
-        grids = [(offset, image.grid) for offset, image in self.images if image.grid is not None]
+        grids = [
+            GridSpan(offset, image.grid, _time_step(media, image))
+            for offset, image in self.images
+            if image.grid is not None
+        ]
         return mrope_positions(len(self.tokens), grids, media.vision.spatial_merge_size)
+
+
+def _time_step(media: MediaConfig, image: ImageInput) -> float:
+    if isinstance(image, VideoInput) and image.seconds_per_step is not None:
+        return (media.tokens_per_second or 0.0) * image.seconds_per_step
+    return 1.0
 
 
 def prompt(media: MediaConfig, parts: Sequence[int | ImageInput], seed: int = 0) -> MediaPrompt:
@@ -58,7 +80,9 @@ def prompt(media: MediaConfig, parts: Sequence[int | ImageInput], seed: int = 0)
     for part in parts:
         if isinstance(part, ImageInput):
             images.append((len(tokens), part))
-            tokens += [media.image_token_id] * num_placeholders(media, part)
+            token_id = media.video_token_id if isinstance(part, VideoInput) else media.image_token_id
+            assert token_id is not None
+            tokens += [token_id] * num_placeholders(media, part)
         else:
             tokens += rng.integers(3, _TEXT_TOKENS, part).tolist()
     return MediaPrompt(tokens, images)
@@ -131,8 +155,18 @@ class Reference:
     def logits(self, text: MediaPrompt, later: Sequence[int] = ()) -> torch.Tensor:
         """[num_tokens, vocab_size] of a prompt and what comes after it."""
         token_ids = torch.tensor([[*text.tokens, *later]])
-        result: torch.Tensor = self.model(input_ids=token_ids, **self._inputs(text, token_ids)).logits[0]
+        inputs = self._inputs(text, token_ids)
+        if any(isinstance(image, VideoInput) for _, image in text.images):
+            inputs["position_ids"] = self._positions_of_the_paper(text, len(later))
+        result: torch.Tensor = self.model(input_ids=token_ids, **inputs).logits[0]
         return result
+
+    def _positions_of_the_paper(self, text: MediaPrompt, num_later: int) -> torch.Tensor:
+        """[3, 1, num_tokens]. After a long video transformers 5 counts on from its height or width, which it did not in
+        version 4, and Qwen's own code does not."""
+        places, delta = text.positions(self._media)
+        later = np.tile(np.arange(len(text.tokens), len(text.tokens) + num_later) + delta, (3, 1))
+        return torch.from_numpy(np.concatenate((places, later), axis=1)).long()[:, None]
 
     def greedy(self, text: MediaPrompt, count: int) -> list[int]:
         """The most likely tokens, one after another."""
@@ -154,17 +188,28 @@ class Reference:
         """[3, num_tokens], and what to add for later tokens."""
         token_ids = torch.tensor([text.tokens])
         inputs = self._inputs(text, token_ids)
+        named = {key: inputs[key] for key in ("video_grid_thw", "second_per_grid_ts") if key in inputs}
         places, delta = self.model.model.get_rope_index(
-            token_ids, inputs["mm_token_type_ids"], inputs.get("image_grid_thw")
+            token_ids, inputs["mm_token_type_ids"], inputs.get("image_grid_thw"), **named
         )
         return places[:, 0], int(delta)
 
     def _inputs(self, text: MediaPrompt, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        pixels = [image.pixel_values for _, image in text.images]
-        if self._media.kind == "llava":
+        media = self._media
+        videos = [image for _, image in text.images if isinstance(image, VideoInput)]
+        images = [image for _, image in text.images if not isinstance(image, VideoInput)]
+        pixels = [image.pixel_values for image in images]
+        if media.kind == "llava":
             return {"pixel_values": torch.stack(pixels)} if pixels else {}
-        inputs = {"mm_token_type_ids": (token_ids == self._media.image_token_id).int()}
+        kinds = (token_ids == media.image_token_id).int() + 2 * (token_ids == media.video_token_id).int()
+        inputs = {"mm_token_type_ids": kinds}
         if pixels:
             inputs["pixel_values"] = torch.cat(pixels)
-            inputs["image_grid_thw"] = torch.tensor([image.grid for _, image in text.images])
+            inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        if videos:
+            inputs["pixel_values_videos"] = torch.cat([video.pixel_values for video in videos])
+            inputs["video_grid_thw"] = torch.tensor([video.grid for video in videos])
+            seconds = [video.seconds_per_step for video in videos if video.seconds_per_step is not None]
+            if seconds:
+                inputs["second_per_grid_ts"] = torch.tensor(seconds)
         return inputs

@@ -1,6 +1,7 @@
 """Images of made-up content, as a front end would send them."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,11 @@ QWEN = MediaConfig(
         spatial_merge_size=2,
     ),
 )
+VIDEO_TOKEN = 51
+
+WITH_VIDEO = replace(QWEN, takes_video=True, video_token_id=VIDEO_TOKEN)
+WITH_TIME = replace(WITH_VIDEO, tokens_per_second=2.0)
+
 LLAVA = MediaConfig(
     kind="llava",
     image_token_id=IMAGE_TOKEN,
@@ -57,6 +63,13 @@ def qwen_item(content: str, offset: int, height: int = 2, width: int = 2) -> Med
     grid = (1, 2 * height, 2 * width)
     pixels = make_tensor((4 * height * width, QWEN.vision.patch_dim), seed=media_key(content)[0])
     return MediaItem("image", media_key(content), offset, height * width, grid, {"pixel_values": pixels})
+
+
+def video_item(content: str, offset: int, frames: int = 2, seconds: float | None = None) -> MediaItem:
+    """A video of `frames` x 2 placeholders."""
+    grid = (frames, 2, 4)
+    pixels = make_tensor((8 * frames, QWEN.vision.patch_dim), seed=media_key(content)[0])
+    return MediaItem("video", media_key(content), offset, 2 * frames, grid, {"pixel_values": pixels}, seconds)
 
 
 def llava_item(content: str, offset: int) -> MediaItem:

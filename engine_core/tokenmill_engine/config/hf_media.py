@@ -85,6 +85,8 @@ def parse_media(config: Mapping[str, Any], source: str) -> MediaConfig | None:
         raise ConfigError(f"{source} is malformed: {error!r}") from error
     if not 0 <= media.image_token_id < vocab_size:
         raise ConfigError(f"{source}: image token {media.image_token_id} is not in the vocabulary of {vocab_size}")
+    if media.tokens_per_second is not None and not media.tokens_per_second > 0:
+        raise ConfigError(f"{source}: tokens_per_second must be above 0, not {media.tokens_per_second}")
     return media
 
 
@@ -198,6 +200,8 @@ def _qwen(config: Mapping[str, Any], decoder: Json, name: str, source: str) -> M
         video_token_id=int(config.get("video_token_id", 151656)),
         vision_start_token_id=int(config.get("vision_start_token_id", 151652)),
         vision_end_token_id=int(config.get("vision_end_token_id", 151653)),
+        takes_video=True,
+        tokens_per_second=float(stated.get("tokens_per_second", 4)) if has_windows else None,
         mrope_section=_mrope_section(config, decoder, source),
     )
 

@@ -6,6 +6,8 @@ from typing import Literal
 VisionKind = Literal["clip", "siglip", "qwen2_vl", "qwen2_5_vl"]
 MediaKind = Literal["llava", "qwen2_vl"]
 
+_POSITIONS_PER_TOKEN = 4
+
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
@@ -87,6 +89,15 @@ class MediaConfig:
     vision_start_token_id: int | None = None
     vision_end_token_id: int | None = None
     """Qwen2-VL: what stands in front of an image and behind it."""
+    takes_video: bool = False
+    """Whether there may be videos too: runs of `video_token_id`."""
+    tokens_per_second: float | None = None
+    """Qwen2.5-VL: positions in time that a second of a video takes; None: every step in time takes one."""
     mrope_section: tuple[int, int, int] | None = None
     """M-RoPE (arXiv:2409.12191): how many of the rotary_dim / 2 frequencies turn with time, height and width; None: the
     position in the text alone."""
+
+    @property
+    def positions_per_token(self) -> int:
+        """No prompt reaches positions beyond that many times its length: a video takes as many as it is long."""
+        return 1 if self.tokens_per_second is None else _POSITIONS_PER_TOKEN

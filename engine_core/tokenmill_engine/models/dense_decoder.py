@@ -89,6 +89,8 @@ class DenseDecoder:
             self.head_rows = self.embed_tokens if is_tied else self._add_vocabulary("lm_head")
             self.lm_head = LMHead(self.head_rows)
         num_positions = config.max_model_len + _SPARE_POSITIONS
+        if config.media is not None:
+            num_positions *= config.media.positions_per_token
         self.cos_sin = cos_sin_table(architecture.rope, architecture.head_dim, num_positions, device)
         self._fused: FusedStack | None = None
 

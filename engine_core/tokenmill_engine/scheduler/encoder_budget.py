@@ -25,7 +25,7 @@ def encoder_key(item: MediaItem) -> EncoderKey:
 
 def places_of(items: Sequence[MediaItem]) -> tuple[MediaPlace, ...]:
     """Where the images are, for a worker."""
-    return tuple(MediaPlace(item.offset, item.num_tokens, item.grid) for item in items)
+    return tuple(MediaPlace(item.offset, item.num_tokens, item.grid, item.seconds_per_step) for item in items)
 
 
 def items_within(items: Sequence[MediaItem], start: int, end: int) -> list[MediaItem]:

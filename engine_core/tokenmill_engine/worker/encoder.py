@@ -102,7 +102,8 @@ class MediaInputs:
     def __init__(self, model: MediaDecoder, config: MediaConfig, num_slots: int, *, encodes: bool) -> None:
         self.outputs = EncoderOutputs(model, encodes=encodes)
         has_mrope = config.mrope_section is not None
-        self._positions = SlotPositions(num_slots, config.vision.spatial_merge_size) if has_mrope else None
+        merge_size, rate = config.vision.spatial_merge_size, config.tokens_per_second
+        self._positions = SlotPositions(num_slots, merge_size, rate) if has_mrope else None
 
     def complete(self, plan: StepPlan, inputs: StepInputs) -> None:
         """Encodes what the plan brings; adds rows, positions and what is missing to the step's `inputs`."""

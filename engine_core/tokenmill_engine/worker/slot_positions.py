@@ -3,13 +3,13 @@
 Up to the end of its last image a prompt has three positions for each token; behind it they are the same again, and
 differ from the token's index by a number that stays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill_engine.mrope import mrope_positions
-from tokenmill_engine.outputs import SlotStart
+from tokenmill_engine.mrope import GridSpan, mrope_positions
+from tokenmill_engine.outputs import MediaPlace, SlotStart
 
 _Positions = NDArray[np.int32]
 
@@ -17,8 +17,10 @@ _Positions = NDArray[np.int32]
 class SlotPositions:
     """One entry per slot."""
 
-    def __init__(self, num_slots: int, merge_size: int) -> None:
+    def __init__(self, num_slots: int, merge_size: int, tokens_per_second: float | None = None) -> None:
+        """`tokens_per_second` as in `MediaConfig`."""
         self._merge_size = merge_size
+        self._tokens_per_second = tokens_per_second
         self._known: dict[int, _Positions] = {}
         """By slot with images, [3, end of the last one]."""
         self._ends = np.zeros(num_slots, np.int32)
@@ -31,11 +33,18 @@ class SlotPositions:
         for start in starts:
             self._known.pop(start.slot, None)
             self._ends[start.slot] = self._deltas[start.slot] = 0
-            images = [(place.offset, place.grid) for place in start.media if place.grid is not None]
-            if images:
+            if start.media:
                 end = start.media[-1].offset + start.media[-1].num_tokens
-                known, delta = mrope_positions(end, images, self._merge_size)
+                known, delta = mrope_positions(end, self._spans(start.media), self._merge_size)
                 self._known[start.slot], self._deltas[start.slot], self._ends[start.slot] = known, delta, end
+
+    def _spans(self, media: Sequence[MediaPlace]) -> Iterator[GridSpan]:
+        for place in media:
+            step = 1.0
+            if self._tokens_per_second is not None and place.seconds_per_step is not None:
+                step = self._tokens_per_second * place.seconds_per_step
+            if place.grid is not None:
+                yield GridSpan(place.offset, place.grid, step)
 
     def turn(self, slots: NDArray[np.int32], indexes: _Positions, query_start: NDArray[np.int32]) -> _Positions:
         """Positions of tokens at `indexes` [num_tokens] of their requests: [num_tokens] where the three are the same

@@ -71,6 +71,7 @@ def test_qwen2_vl_is_read() -> None:
         video_token_id=ADDED_TOKENS["<|video_pad|>"],
         vision_start_token_id=ADDED_TOKENS["<|vision_start|>"],
         vision_end_token_id=ADDED_TOKENS["<|vision_end|>"],
+        takes_video=True,
         mrope_section=(2, 3, 3),
     )
 
@@ -80,6 +81,15 @@ def test_windows_of_qwen2_5_vl_are_read() -> None:
     assert (vision.window_size, vision.full_attention_layers, vision.intermediate_size) == (16, (1,), 48)
     assert vision.patch_dim == 3 * 2 * 4 * 4
     assert vision.tokens_per_image is None
+
+
+def test_qwen2_5_vl_is_told_how_long_a_second_is() -> None:
+    config = tiny_media_config("qwen2_5_vl", vision_config={"tokens_per_second": 2})
+    assert media_of(config).tokens_per_second == 2.0
+    assert media_of(tiny_media_config("qwen2_5_vl")).tokens_per_second == 4.0
+    config["vision_config"]["tokens_per_second"] = 0
+    with pytest.raises(ConfigError, match="tokens_per_second must be above 0"):
+        media_of(config)
 
 
 def test_llava_as_old_hubs_have_it_takes_the_rest_from_its_families(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill_engine.block_hash import BlockHash, CacheKey, MediaSpan, hash_block, hash_full_blocks
+from tokenmill_engine.block_hash import BlockHash, CacheKey, MediaSpan, hash_block, hash_full_blocks, media_spans
+from tokenmill_engine.messages import MediaItem
 
 TOKENS = np.arange(40, dtype=np.int32)
 PLAIN = CacheKey()
@@ -79,3 +80,12 @@ def test_a_block_is_named_by_the_media_in_it(sizes: list[int], start: int, lengt
         start, start + length
     )
     assert bool(CacheKey(media=tuple(spans)).extra(start, start + length)) == bool(inside)
+
+
+def test_what_decides_the_positions_behind_a_video_is_part_of_its_name() -> None:
+    videos = [
+        MediaItem("video", b"k" * 32, 0, 8, grid, {}, seconds)
+        for grid, seconds in (((2, 4, 4), 0.5), ((2, 4, 4), 1.0), ((2, 2, 8), 0.5))
+    ]
+    keys = [CacheKey(media=media_spans([video])) for video in videos]
+    assert len({tuple(names(key=key)) for key in keys}) == 3

@@ -6,7 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.media_items import IMAGE_TOKEN, LLAVA, QWEN, llava_item, make_tensor, qwen_item
+from tests.support.media_items import (
+    IMAGE_TOKEN,
+    LLAVA,
+    QWEN,
+    VIDEO_TOKEN,
+    WITH_TIME,
+    WITH_VIDEO,
+    llava_item,
+    make_tensor,
+    qwen_item,
+    video_item,
+)
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.media_items import check_media
 from tokenmill_engine.messages import AddRequest, MediaItem, SamplingParams
@@ -25,7 +36,7 @@ def test_what_fits_is_taken() -> None:
 
 
 def test_it_comes_over_the_wire_as_it_was() -> None:
-    items = (qwen_item("cat", 2), llava_item("dog", 7))
+    items = (qwen_item("cat", 2), llava_item("dog", 7), video_item("film", 20, seconds=0.5))
     message = AddRequest(1, "", PROMPT.tobytes(), SamplingParams(), 0.0, media=items)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=AddRequest) == message
 
@@ -56,6 +67,8 @@ def test_it_comes_over_the_wire_as_it_was() -> None:
         ((changed(grid=(1, 3, 4)),), "multiples of 2"),
         ((changed(grid=(-1, -4, 4)),), "grid"),
         ((changed(grid=(1, 4, 8)),), "becomes 8 rows"),
+        ((changed(grid=(2, 2, 4)),), "one patch in time"),
+        ((changed(seconds_per_step=1.0),), "nothing asks for its seconds"),
         ((llava_item("cat", 2),), "grid"),
     ],
 )
@@ -78,3 +91,38 @@ def test_a_model_without_eyes_refuses() -> None:
 def test_an_image_larger_than_the_engine_holds_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="takes 4 tokens; this engine holds 3"):
         check_media((qwen_item("cat", 2),), PROMPT, QWEN, 3)
+
+
+FILM = np.array([1, 2, *[VIDEO_TOKEN] * 4, 3, *[IMAGE_TOKEN] * 4, 4], dtype=np.int32)
+
+
+def test_a_video_is_taken_by_a_model_that_takes_videos() -> None:
+    check_media((video_item("film", 2), qwen_item("cat", 7)), FILM, WITH_VIDEO, 4)
+    check_media((video_item("film", 2, seconds=0.25), qwen_item("cat", 7)), FILM, WITH_TIME, 4)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (video_item("film", 7), "not all its placeholder"),
+        (video_item("film", 2, seconds=1.0), "nothing asks for its seconds"),
+        (msgspec.structs.replace(video_item("film", 2), kind="audio"), "images and videos only"),
+    ],
+)
+def test_a_video_that_does_not_fit_is_refused(item: MediaItem, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check_media((item,), FILM, WITH_VIDEO, 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [(None, "above 0"), (0.0, "above 0"), (float("nan"), "above 0"), (float("inf"), "too long"), (8.0, "too long")],
+)
+def test_a_video_without_a_time_that_the_positions_hold_is_refused(seconds: float | None, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check_media((video_item("film", 2, seconds=seconds),), FILM, WITH_TIME, 4)
+
+
+def test_a_video_larger_than_the_engine_holds_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="shorter or smaller video"):
+        check_media((video_item("film", 2),), FILM, WITH_VIDEO, 3)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.mrope import mrope_positions
+from tokenmill_engine.mrope import GridSpan, mrope_positions
 from tokenmill_engine.outputs import MediaPlace, SlotStart
 from tokenmill_engine.worker.slot_positions import SlotPositions
 
@@ -17,7 +17,7 @@ def start(slot: int, media: tuple[MediaPlace, ...]) -> SlotStart:
 
 
 def expected(media: tuple[MediaPlace, ...]) -> np.ndarray:  # type: ignore[type-arg]
-    images = [(place.offset, place.grid) for place in media if place.grid is not None]
+    images = [GridSpan(place.offset, place.grid) for place in media if place.grid is not None]
     known, delta = mrope_positions(NUM_PROMPT, images, 2)
     later = np.tile(np.arange(NUM_PROMPT, NUM_TOTAL) + delta, (3, 1))
     return np.concatenate([known, later], axis=1)
@@ -48,6 +48,16 @@ def test_one_position_does_where_all_three_are_the_same() -> None:
     positions.start([start(2, IMAGES)])
     decodes = positions.turn(np.array([1, 2], np.int32), np.array([7, 20], np.int32), np.array([0, 1, 2], np.int32))
     assert decodes.tolist() == [7, int(expected(IMAGES)[0, 20])]
+
+
+def test_videos_take_as_many_positions_as_they_are_long() -> None:
+    video = MediaPlace(3, 6, (3, 4, 2), seconds_per_step=2.0)
+    positions = SlotPositions(4, merge_size=2, tokens_per_second=1.5)
+    positions.start([start(2, (MediaPlace(0, 2, (1, 4, 2)), video)), start(1, (video,))])
+    turned = turn(positions, (2, 0, 12))
+    assert turned[0].tolist() == [0, 0, 2, 3, 3, 6, 6, 9, 9, 10, 11, 12]
+    assert turned[1].tolist() == [0, 1, 2, 3, 4, 3, 4, 3, 4, 10, 11, 12]
+    assert turn(positions, (1, 20, 21)).tolist() == [[20 + 1]] * 3
 
 
 def test_nothing_is_left_of_who_had_the_slot_before() -> None:
