@@ -63,6 +63,19 @@ class MediaTensor(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
 
 
+class SharedObject(msgspec.Struct, array_like=True, frozen=True):
+    """Where the bytes of an item's tensors are, in memory that API servers share with engine cores and workers; see
+    `ipc.shared_objects`. They are in the order of the tensors, and what each has is known by its shape."""
+
+    segment: int
+    """That of this API server."""
+    offset: int
+    """Where the object begins."""
+    num_bytes: int
+    stamp: bytes
+    """16 bytes, of this object alone: another one at the same place has another."""
+
+
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     """One image or video of a prompt, where it stands and what the encoder needs. Each of its placeholder tokens stands
     for one row of the encoder's output, in order. Where text stands between the frames of a video (Qwen3-VL, which is
