@@ -3,7 +3,8 @@
 Requests live in slots: rows of the worker's persistent device-resident tables. A plan carries only what changed.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -165,6 +166,35 @@ class StepResult:
     end; of a model in stages, in the slowest one. 0 if it was not measured."""
     lost_entries: tuple[int, ...] = ()
     """Entries of `StepMedia` that are not there although they should be: their images could not be encoded."""
+
+
+@dataclass(slots=True, frozen=True)
+class MissingImages:
+    """What is wrong with the results of a step because a worker, of which there are others, could not encode images."""
+
+    step: int
+    rows: tuple[int, ...]
+    """Of the plan: what they give is of no use."""
+    entries: tuple[int, ...]
+    """As in `StepResult.lost_entries`."""
+
+
+MISSING_IMAGE = "an image of this request could not be encoded"
+
+
+def without_images(result: StepResult, missing: Sequence[MissingImages]) -> StepResult:
+    """`result`, in which the rows that should have looked at images in `missing` have failed."""
+    num_new = result.num_new.copy()
+    rows = sorted({row for each in missing for row in each.rows})
+    num_new[rows] = 0
+    return replace(
+        result,
+        num_new=num_new,
+        logprobs={row: scores for row, scores in result.logprobs.items() if row not in rows},
+        prompt_logprobs={row: scores for row, scores in result.prompt_logprobs.items() if row not in rows},
+        errors=result.errors | dict.fromkeys(rows, MISSING_IMAGE),
+        lost_entries=tuple(sorted({*result.lost_entries, *(entry for each in missing for entry in each.entries)})),
+    )
 
 
 class StepHandle(Protocol):

@@ -40,7 +40,8 @@ class MediaRows:
     tokens: torch.Tensor
     """int64 [num_rows]: places in the batch, no two alike."""
     rows: torch.Tensor
-    """[num_rows, hidden_size] of the model's dtype: what takes the place of their embeddings."""
+    """[num_rows, hidden_size] of the model's dtype: what takes the place of their embeddings. Of several workers each
+    has a part of this sum."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from tokenmill_engine.errors import EngineDeadError, EngineError
 from tokenmill_engine.executor.feedback import TokenFeedback
 from tokenmill_engine.executor.worker_pool import WorkerPool
 from tokenmill_engine.ipc.shared_ring import await_wake_up
-from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
+from tokenmill_engine.outputs import KVCapacity, MissingImages, StepHandle, StepPlan, StepResult, without_images
 from tokenmill_engine.worker.control import chain_store, stage_store
 from tokenmill_engine.worker.wire import StepFailure, decode_answer, encode_plan
 
@@ -55,6 +55,8 @@ class MultiprocExecutor:
         """When it did last, of the monotonic clock."""
         self._feedback = TokenFeedback() if config.parallel.pipeline_parallel_size > 1 else None
         """For the stages that do not sample."""
+        self._missing: dict[int, list[MissingImages]] = {}
+        """By `StepPlan.step`: what other workers than the reporter could not encode."""
         self._results: dict[int, StepResult] = {}
         """By number of the step: those that nobody has asked for yet."""
         self._failures: dict[int, dict[int, StepFailure]] = {}
@@ -131,9 +133,12 @@ class MultiprocExecutor:
             self._collect()
             self._check_agreement(number)
             if number in self._refused:
+                self._missing.pop(plan.step, None)
                 raise EngineError(self._refused.pop(number))
             if number in self._results and number not in self._failures:
                 result = self._results.pop(number)
+                if result.step in self._missing:
+                    result = without_images(result, self._missing.pop(result.step))
                 if self._feedback is not None:
                     self._feedback.received(plan, result)
                 return result
@@ -179,15 +184,17 @@ class MultiprocExecutor:
         return failure.message if is_named else f"{name}: {failure.message}"
 
     def _collect(self) -> None:
-        """Take in what workers have answered. Who sends results is read first: another rank that has failed, and by
-        going on has made a result wrong, wrote its failure before that result was written, so it is there."""
+        """Take in what workers have answered. Who sends results is read first: another rank that has failed or lacks
+        images, and by going on has made a result wrong, wrote that before the result was written, so it is there."""
         if self._is_shut:
             return
         for rank in (self._reporter, *(rank for rank in range(self._pool.size) if rank != self._reporter)):
             ring = self._pool.answers[rank]
             while (message := ring.take()) is not None:
                 answer = decode_answer(message)
-                if isinstance(answer, StepFailure):
+                if isinstance(answer, MissingImages):
+                    self._missing.setdefault(answer.step, []).append(answer)
+                elif isinstance(answer, StepFailure):
                     self._failures.setdefault(answer.number, {})[rank] = answer
                 else:
                     self._results[self._num_answered] = answer

@@ -37,7 +37,6 @@ class MediaDecoder(DenseDecoder):
             raise ValueError(f"{config.architecture.name} needs to know how prompts carry images")
         self._vision = config.media.vision
         self._mrope_section = config.media.mrope_section
-        self._rank = group.rank
         self.encoder = _build(self._vision, Placement(self.dtype, device)) if self.stage.is_first else None
 
     def targets(self) -> dict[str, Target]:
@@ -100,9 +99,7 @@ class MediaDecoder(DenseDecoder):
             batch = replace(batch, positions=positions, cos_sin=cos_sin)
         if batch.media is not None and batch.embeddings is None and self.stage.is_first:
             embeddings = self.embed_tokens(batch.input_ids)
-            # Of several workers, whose parts are added up, one has the rows.
-            rows = batch.media.rows if self._rank == 0 else torch.zeros_like(batch.media.rows)
-            embeddings.index_copy_(0, batch.media.tokens, rows)
+            embeddings.index_copy_(0, batch.media.tokens, batch.media.rows)
             batch = replace(batch, embeddings=embeddings)
         return batch
 

@@ -18,7 +18,8 @@ from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.encoder import MediaInputs
+from tokenmill_engine.worker.encoder import MediaInputs, MissingReports
+from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
@@ -36,7 +37,13 @@ class CpuBackend:
 
     loads_beside = False
 
-    def __init__(self, config: EngineConfig, group: Group = ALONE, chain: Chain = ONE_STAGE) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group = ALONE,
+        chain: Chain = ONE_STAGE,
+        missing_reports: MissingReports | None = None,
+    ) -> None:
         """`group` and `chain`: as in `Worker`.
 
         Raises:
@@ -46,6 +53,7 @@ class CpuBackend:
         self.chain = chain
         self.device = torch.device("cpu")
         self._config = config
+        self._missing_reports = missing_reports or MissingReports()
         dtype = TORCH_DTYPES[config.model.dtype]
         self.attention: AttentionBackend = attention_backend(config.device.attention_backend, self.device, dtype)
         native = self.attention.name == "native"
@@ -78,12 +86,17 @@ class CpuBackend:
     def _make_runner(self, kv_caches: KVCaches, block_size: int) -> Runner:
         model, tables, chain = self._model, self._tables, self.chain
         if not model.stage.is_last:
-            return RelayRunner(model, kv_caches, tables, block_size, chain)
+            return RelayRunner(model, kv_caches, tables, block_size, chain, self._media_inputs())
         steps = CpuSteps(model, kv_caches, tables, block_size, inlet_of(model, chain))
-        media = self._config.model.media
-        if media is not None and isinstance(model, MediaDecoder):
-            steps.media = MediaInputs(model, media, tables.shape.num_slots, encodes=self.group.rank == 0)
+        steps.media = self._media_inputs()
         return ModelRunner(model, tables, steps)
+
+    def _media_inputs(self) -> MediaInputs | None:
+        model, media = self._model, self._config.model.media
+        if media is None or not isinstance(model, MediaDecoder):
+            return None
+        share = EncoderShare(self.group.rank, self.group.size)
+        return MediaInputs(model, media, self._tables.shape.num_slots, share, self._missing_reports)
 
 
 class CpuSteps:

@@ -2,11 +2,13 @@
 
 The scheduler says what to encode, what to free and which rows stand in for which placeholders; here that is done. An
 image that cannot be encoded fails the requests that look at it and nobody else. Of several workers that share each
-layer only the first one encodes: embeddings are added up, and the others have nothing to add.
+layer one keeps the rows of an image (`encoder_shares`) and tells if it has not got them; in stages behind the first,
+images are nothing but positions.
 """
 
 import logging
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,7 +21,8 @@ from tokenmill_engine.errors import StartupError
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
-from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia, StepPlan
+from tokenmill_engine.outputs import EncoderInput, MissingImages, PlaceholderRows, StepMedia, StepPlan
+from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.inputs import MissingRows, StepInputs
 from tokenmill_engine.worker.slot_positions import SlotPositions
 
@@ -33,30 +36,33 @@ def check_can_encode(config: EngineConfig) -> None:
     name = config.model.architecture.name
     if config.device.kind != "cpu":
         raise StartupError(f"{name} reads images, which works on the CPU alone so far; use --device cpu")
-    if config.parallel.pipeline_parallel_size > 1:
-        raise StartupError(f"{name} reads images, which works in one stage so far; use --pipeline-parallel-size 1")
 
 
 class EncoderOutputs:
     """What was encoded and not freed yet, by entry."""
 
-    def __init__(self, model: MediaDecoder, *, encodes: bool) -> None:
+    def __init__(self, model: MediaDecoder, share: EncoderShare) -> None:
         self._model = model
-        self._encodes = encodes
+        self._share = share
         self._outputs: dict[int, torch.Tensor] = {}
+        self._elsewhere: set[int] = set()
+        """Entries whose rows another worker keeps."""
 
     @property
     def num_tokens(self) -> int:
-        """Rows of all outputs."""
+        """Rows of all outputs that are here."""
         return sum(map(len, self._outputs.values()))
 
     def apply(self, media: StepMedia) -> None:
         """Free and encode."""
+        self._elsewhere.difference_update(media.free)
         for entry in media.free:
             self._outputs.pop(entry, None)
-        for image in media.encode if self._encodes else ():
-            output = self._encode(image)
-            if output is not None:
+        for image, keeper in zip(media.encode, self._share.keepers(media.encode), strict=True):
+            output = self._encode(image) if self._share.computes(keeper) else None
+            if keeper != self._share.rank:
+                self._elsewhere.add(image.entry)
+            elif output is not None:
                 self._outputs[image.entry] = output
 
     def _encode(self, image: EncoderInput) -> torch.Tensor | None:
@@ -75,32 +81,46 @@ class EncoderOutputs:
         return rows
 
     def gather(self, places: list[PlaceholderRows], query_start: NDArray[np.int32]) -> tuple[MediaRows, MissingRows]:
-        """Which tokens of the batch are replaced by what; rows of the plan whose images are not there."""
+        """Which tokens of the batch are replaced by what, of several workers by zeros on all but one; rows of the plan
+        whose images should be here and are not."""
+        device, dtype, hidden_size = self._model.device, self._model.dtype, self._model.architecture.hidden_size
         tokens: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-        rows: list[torch.Tensor] = []
+        rows = [torch.empty(0, hidden_size, dtype=dtype, device=device)]
         missing = MissingRows()
         for place in places:
             output = self._outputs.get(place.entry)
-            if output is None and self._encodes:
+            if output is not None:
+                rows.append(output[place.first : place.first + place.count])
+            elif place.entry in self._elsewhere:
+                rows.append(torch.zeros(place.count, hidden_size, dtype=dtype, device=device))
+            else:
                 missing.add(place.row, place.entry)
                 continue
             first = int(query_start[place.row]) + place.start
             tokens.append(np.arange(first, first + place.count, dtype=np.int64))
-            if output is not None:
-                rows.append(output[place.first : place.first + place.count])
-        where = torch.from_numpy(np.concatenate(tokens)).to(self._model.device)
-        hidden_size = self._model.architecture.hidden_size
-        if not rows:
-            nothing = torch.zeros(len(where), hidden_size, dtype=self._model.dtype, device=self._model.device)
-            return MediaRows(where, nothing), missing
-        return MediaRows(where, torch.cat(rows)), missing
+        return MediaRows(torch.from_numpy(np.concatenate(tokens)).to(device), torch.cat(rows)), missing
+
+
+class MissingReports:
+    """Who is told of images that a step goes on without, before it does."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[MissingImages], None] = lambda missing: None
 
 
 class MediaInputs:
     """Completes the batches of a model that looks at images, on the CPU."""
 
-    def __init__(self, model: MediaDecoder, config: MediaConfig, num_slots: int, *, encodes: bool) -> None:
-        self.outputs = EncoderOutputs(model, encodes=encodes)
+    def __init__(
+        self,
+        model: MediaDecoder,
+        config: MediaConfig,
+        num_slots: int,
+        share: EncoderShare,
+        reports: "MissingReports",
+    ) -> None:
+        self.outputs = EncoderOutputs(model, share) if model.stage.is_first else None
+        self._reports = reports
         has_mrope = config.mrope_section is not None
         merge_size, rate = config.vision.spatial_merge_size, config.tokens_per_second
         self._positions = SlotPositions(num_slots, merge_size, rate) if has_mrope else None
@@ -108,9 +128,12 @@ class MediaInputs:
     def complete(self, plan: StepPlan, inputs: StepInputs) -> None:
         """Encodes what the plan brings; adds rows, positions and what is missing to the step's `inputs`."""
         batch, query_start = inputs.batch, inputs.rows.query_start
-        if plan.media is not None:
+        if plan.media is not None and self.outputs is not None:
             self.outputs.apply(plan.media)
-            batch.media, inputs.rows.missing = self.outputs.gather(plan.media.rows, query_start)
+            batch.media, missing = self.outputs.gather(plan.media.rows, query_start)
+            if missing.rows:
+                inputs.rows.missing = missing
+                self._reports.tell(missing.told(plan.step))
         if self._positions is not None:
             self._positions.start(plan.starts)
             positions = self._positions.turn(plan.slots, batch.positions.numpy(), query_start)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
-from tokenmill_engine.outputs import SampledTokens, StepPlan
+from tokenmill_engine.outputs import MissingImages, SampledTokens, StepPlan
 from tokenmill_engine.worker.slots import SlotTables
 
 
@@ -23,6 +23,10 @@ class MissingRows:
     def add(self, row: int, entry: int) -> None:
         self.rows.add(row)
         self.entries.add(entry)
+
+    def told(self, step: int) -> MissingImages:
+        """The same for who sees the results of the step."""
+        return MissingImages(step, tuple(sorted(self.rows)), tuple(sorted(self.entries)))
 
 
 @dataclass(slots=True)

@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult
+from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult, without_images
 from tokenmill_engine.sampling.logprobs import Logprobs
 from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_engine.worker.inputs import StepRows
 
 _INVALID_MESSAGE = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
-_MISSING_MESSAGE = "an image of this request could not be encoded"
 
 
 class HostTokens(Protocol):
@@ -82,22 +81,20 @@ class PendingResult:
         if len(self._sample_rows) != int(num_new.sum()):
             failed += self._sample_rows[num_new[self._sample_rows] == 0].tolist()
         errors = dict.fromkeys(failed, _INVALID_MESSAGE)
-        if self._missing is not None:
-            errors.update(dict.fromkeys(sorted(self._missing.rows), _MISSING_MESSAGE))
         for row in errors:
             num_new[row] = 0
             logprobs.pop(row, None)
             prompt_logprobs.pop(row, None)
-        return StepResult(
+        result = StepResult(
             step=self._plan.step,
             token_ids=token_ids,
             num_new=num_new,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
-            lost_entries=tuple(sorted(self._missing.entries)) if self._missing is not None else (),
             elapsed_s=elapsed_s,
         )
+        return result if self._missing is None else without_images(result, [self._missing.told(self._plan.step)])
 
 
 def without_tokens(plan: StepPlan, elapsed_s: float = 0.0) -> StepResult:

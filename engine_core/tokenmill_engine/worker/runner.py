@@ -1,8 +1,9 @@
 """What carries step plans out, as those see it who hand them in and wait for results. Torch-free."""
 
+from collections.abc import Callable
 from typing import Protocol
 
-from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.outputs import MissingImages, StepPlan, StepResult
 
 
 class PendingStep(Protocol):
@@ -33,6 +34,9 @@ class StepWorker(Protocol):
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue one step."""
+
+    def tell_missing(self, tell: Callable[[MissingImages], None]) -> None:
+        """Have `tell` called for images that a step goes on without, before any other worker can be done with it."""
 
     def enter_thread(self) -> None:
         """To be called first by a thread that waits for steps and did not make the worker ready."""

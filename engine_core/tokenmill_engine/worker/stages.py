@@ -13,6 +13,7 @@ import torch
 from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.worker.encoder import MediaInputs
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.results import without_tokens
 from tokenmill_engine.worker.slots import SlotTables
@@ -54,11 +55,18 @@ class RelayRunner:
     """Executes step plans on a stage with another one behind it. Tables, caches and model belong to the worker."""
 
     def __init__(
-        self, model: DenseDecoder, kv_caches: KVCaches, tables: SlotTables, block_size: int, chain: Chain
+        self,
+        model: DenseDecoder,
+        kv_caches: KVCaches,
+        tables: SlotTables,
+        block_size: int,
+        chain: Chain,
+        media: MediaInputs | None = None,
     ) -> None:
         self._model, self._kv_caches, self._tables, self._chain = model, kv_caches, tables, chain
         self._preparer = CpuPreparer(tables, block_size)
         self._inlet = inlet_of(model, chain)
+        self._media = media
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> "RelayedStep":
@@ -66,10 +74,12 @@ class RelayRunner:
         # First of all: a slot whose request got a token may have another request from this plan on.
         self._preparer.take_in(plan.sampled)
         self._tables.apply(plan)
-        batch = self._preparer.prepare(plan).batch
+        inputs = self._preparer.prepare(plan)
         incoming, slowest_s = self._inlet.receive(plan) if self._inlet is not None else (None, 0.0)
         started = time.perf_counter()
-        stream = self._model.run_layers(batch, self._kv_caches, incoming)
+        if self._media is not None:
+            self._media.complete(plan, inputs)
+        stream = self._model.run_layers(inputs.batch, self._kv_caches, incoming)
         self._chain.send(pack(stream, max(slowest_s, time.perf_counter() - started)), plan.step)
         self._preparer.count(plan)
         return RelayedStep(plan)

@@ -58,10 +58,15 @@ class StepLoop:
         self._agreed = agreed
         self._reports = reports
         self._has_told_of_loss = False
+        self._sending = threading.Lock()
+        """The ring has one writer, and there may be two threads."""
         self._begun: Queue[_Begun | StepFailure] = Queue()
 
     def run(self, plans: RingReader) -> None:
         """Carry out plans until an empty message comes and all before it are answered."""
+        if not self._reports:
+            # Who reports sees in its own results what it lacks.
+            self._worker.tell_missing(self._send)
         runs_ahead = self._worker.runs_ahead
         if runs_ahead:
             threading.Thread(target=die_with, args=(self._answer_all,), name="answers", daemon=True).start()
@@ -96,9 +101,13 @@ class StepLoop:
     def _answer(self, step: _Begun | StepFailure) -> None:
         answer = step if isinstance(step, StepFailure) else self._end(step)
         if self._reports or isinstance(answer, StepFailure):
-            self._answers.send(encode_answer(answer))
+            self._send(answer)
         if isinstance(answer, StepFailure):
             self._agreed.acquire()
+
+    def _send(self, answer: Answer) -> None:
+        with self._sending:
+            self._answers.send(encode_answer(answer))
 
     def _end(self, step: _Begun) -> Answer:
         try:

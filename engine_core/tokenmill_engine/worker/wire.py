@@ -7,7 +7,7 @@ plan has many go as tuples, in half the time.
 import pickle
 from dataclasses import dataclass, fields
 
-from tokenmill_engine.outputs import BlockAppend, StepPlan, StepResult
+from tokenmill_engine.outputs import BlockAppend, MissingImages, StepPlan, StepResult
 
 _PROTOCOL = 5
 _PLAN_FIELDS = tuple(field.name for field in fields(StepPlan))
@@ -28,7 +28,8 @@ class StepFailure:
     """The stages before this worker's are done with the step, and know nothing of the failure."""
 
 
-Answer = StepResult | StepFailure
+Answer = StepResult | StepFailure | MissingImages
+"""The last comes in front of a result, from workers that send none."""
 
 
 def encode_plan(plan: StepPlan) -> bytes:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,11 +15,11 @@ from tokenmill_engine.errors import StartupError
 from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
 from tokenmill_engine.models.loader import WeightLoading, build_model
-from tokenmill_engine.outputs import KVCapacity, StepPlan
+from tokenmill_engine.outputs import KVCapacity, MissingImages, StepPlan
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Backend
 from tokenmill_engine.worker.cpu import CpuBackend
-from tokenmill_engine.worker.encoder import check_can_encode
+from tokenmill_engine.worker.encoder import MissingReports, check_can_encode
 from tokenmill_engine.worker.runner import PendingStep, Runner
 from tokenmill_engine.worker.slots import SlotShape
 
@@ -43,6 +43,7 @@ class Worker:
         self._chain = chain
         self._phases: dict[str, float] = {}
         self._runner: Runner | None = None
+        self._missing_reports = MissingReports()
 
     def initialize(self) -> KVCapacity:
         """Load the model, size and allocate the KV cache, warm up.
@@ -102,6 +103,10 @@ class Worker:
         """As in `StepWorker`."""
         return self._chain.received_tag
 
+    def tell_missing(self, tell: Callable[[MissingImages], None]) -> None:
+        """As in `StepWorker`."""
+        self._missing_reports.tell = tell
+
     def enter_thread(self) -> None:
         """As in `StepWorker`: a thread that has not named a GPU would take the first one."""
         if self._device.type == "cuda":
@@ -129,7 +134,7 @@ class Worker:
 
     def _claim_device(self) -> Backend:
         if self._config.device.kind == "cpu":
-            return CpuBackend(self._config, self._group, self._chain)
+            return CpuBackend(self._config, self._group, self._chain, self._missing_reports)
         # Importing it imports Triton, which only GPUs need.
         from tokenmill_engine.worker.cuda import CudaBackend
 

@@ -1,24 +1,32 @@
 """Images on their way to workers in processes of their own: answers are those of a worker in this process."""
 
-import dataclasses
+import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.image_engine import ImageEngine, image_config
+from tests.support.image_engine import BLOCK_SIZE, ImageEngine, image_config
 from tests.support.media_forward import MediaPrompt, prompt, random_image
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
-from tokenmill_engine.config.engine import SchedulerConfig
+from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.multiproc import MultiprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
+from tokenmill_engine.messages import MediaTensor
+from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
+from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 
 pytestmark = pytest.mark.slow
 
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "qwen2_vl", "qwen2_5_vl")
 SCHEDULER = SchedulerConfig(explicit_budget=True, max_num_batched_tokens=16, encoder_cache_tokens=20)
+"""Prompts and images are computed in chunks."""
 SMALL_RING_BYTES = 4096
+PREEMPTING_BLOCKS = 18
 
 
 def prompts(engine: ImageEngine) -> list[MediaPrompt]:
@@ -27,42 +35,83 @@ def prompts(engine: ImageEngine) -> list[MediaPrompt]:
         prompt(engine.media, [5, wide, 4]),
         prompt(engine.media, [3, high, 6, wide, 2], seed=1),
         prompt(engine.media, [9], seed=2),
+        prompt(engine.media, [2, high, 3], seed=3),
     ]
 
 
-@pytest.fixture(params=["llava", "qwen2_vl"])
-def family(request: pytest.FixtureRequest) -> MediaFamily:
-    chosen: MediaFamily = request.param
-    return chosen
+def config_of(family: MediaFamily, parallel: ParallelConfig | None = None, **changes: int) -> EngineConfig:
+    folder = cached_tiny_media_model(family)
+    return image_config(folder, SCHEDULER, parallel=parallel or ParallelConfig(), **changes)
 
 
-@pytest.fixture
-def expected(family: MediaFamily) -> Iterator[list[list[int]]]:
-    engine = ImageEngine(image_config(cached_tiny_media_model(family), SCHEDULER))
-    yield engine.ask(prompts(engine))
-    engine.core.shutdown()
-
-
-@pytest.mark.parametrize(("size", "ring_bytes"), [(1, None), (2, None), (1, SMALL_RING_BYTES)])
-def test_answers_are_those_of_a_worker_in_this_process(
-    family: MediaFamily,
-    expected: list[list[int]],
-    size: int,
-    ring_bytes: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also if an image is several times larger than the ring that plans go through."""
-    if ring_bytes is not None:
-        monkeypatch.setattr(worker_pool, "_PLANS_BYTES", ring_bytes)
-    config = dataclasses.replace(
-        image_config(cached_tiny_media_model(family), SCHEDULER),
-        parallel=ParallelConfig(tensor_parallel_size=size, executor="mp"),
-    )
-    executor = MultiprocExecutor(config, WorkerPool(size), 0, str(tmp_path / "store"), lambda error: None)
+@cache
+def expected(family: MediaFamily) -> list[list[int]]:
+    engine = ImageEngine(config_of(family))
     try:
-        engine = ImageEngine(config, executor, executor.initialize())
-        assert engine.ask(prompts(engine)) == expected
-        assert engine.ask(prompts(engine)[:1]) == expected[:1]
+        return engine.ask(prompts(engine))
+    finally:
+        engine.core.shutdown()
+
+
+@contextlib.contextmanager
+def workers(folder: Path, config: EngineConfig) -> Iterator[ImageEngine]:
+    pool = WorkerPool(config.parallel.world_size)
+    executor = MultiprocExecutor(config, pool, 0, str(folder / "store"), lambda error: None)
+    try:
+        yield ImageEngine(config, executor, executor.initialize())
     finally:
         executor.shutdown()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("num_members", "num_stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_answers_are_those_of_a_worker_in_this_process(
+    family: MediaFamily, num_members: int, num_stages: int, tmp_path: Path
+) -> None:
+    """The second time from the prefix cache, whose hits may end within an image."""
+    parallel = ParallelConfig(num_members, num_stages, executor="mp")
+    with workers(tmp_path, config_of(family, parallel)) as engine:
+        assert engine.ask(prompts(engine)) == expected(family)
+        assert engine.ask(prompts(engine)[:2]) == expected(family)[:2]
+        assert any(engine.cached.values())
+
+
+def test_an_image_may_be_larger_than_the_ring_that_plans_go_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "_PLANS_BYTES", SMALL_RING_BYTES)
+    with workers(tmp_path, config_of("qwen2_vl", ParallelConfig(executor="mp"))) as engine:
+        assert engine.ask(prompts(engine)) == expected("qwen2_vl")
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_preempted_requests_are_answered_the_same_in_stages(family: MediaFamily, tmp_path: Path) -> None:
+    parallel = ParallelConfig(1, 2, executor="mp")
+    with workers(tmp_path, config_of(family, parallel, num_blocks=PREEMPTING_BLOCKS)) as engine:
+        asked, answers = prompts(engine), expected(family)
+        assert engine.ask([asked[0], asked[3], asked[2]] * 2) == [answers[0], answers[3], answers[2]] * 2
+        assert engine.core.scheduler.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("num_members", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+def test_an_image_that_cannot_be_encoded_fails_its_row_alone_whichever_worker_has_it(
+    num_members: int, num_stages: int, tmp_path: Path
+) -> None:
+    parallel = ParallelConfig(num_members, num_stages, executor="mp")
+    pixels = MediaTensor("float32", (20, 96), bytes(20 * 96 * 4))
+    with workers(tmp_path, config_of("qwen2_vl", parallel)) as engine:
+        plan = rehearsal_plan(2, 8, 1, BLOCK_SIZE, GREEDY)
+        starts = [replace(start, block_ids=([2 * row, 2 * row + 1],)) for row, start in enumerate(plan.starts)]
+        plan = replace(plan, starts=starts)
+        expected = engine.core._executor.submit(plan).result()
+        for entry in range(2):
+            media = StepMedia(
+                [],
+                [EncoderInput(entry, "image", 6, (1, 4, 6), {"pixel_values": pixels})],
+                [PlaceholderRows(1, 1, 6, entry, 0)],
+            )
+            result = engine.core._executor.submit(replace(plan, media=media)).result()
+            assert result.errors == {1: "an image of this request could not be encoded"}
+            assert result.lost_entries == (entry,)
+            assert result.num_new.tolist() == [1, 0]
+            assert result.token_ids[0].tolist() == expected.token_ids[0].tolist()

@@ -12,12 +12,11 @@ from tests.support.media_forward import random_image
 from tests.support.media_items import make_tensor
 from tests.support.model_loading import load_on_cpu, model_config
 from tests.support.tiny_media_models import cached_tiny_media_model
-from tokenmill_engine.config.parallel import ParallelConfig
-from tokenmill_engine.errors import StartupError
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
 from tokenmill_engine.worker.encoder import EncoderOutputs, as_tensor
+from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.worker import Worker
 
@@ -46,7 +45,7 @@ def test_bytes_become_numbers() -> None:
 
 
 def test_rows_come_from_where_the_plan_says(model: MediaDecoder) -> None:
-    outputs = EncoderOutputs(model, encodes=True)
+    outputs = EncoderOutputs(model, EncoderShare())
     outputs.apply(StepMedia([], [image(5, 1), image(6, 2)], []))
     places = [PlaceholderRows(0, 2, 4, 6, 0), PlaceholderRows(2, 0, 3, 5, 3)]
     rows, missing = outputs.gather(places, np.array([0, 7, 8, 12], np.int32))
@@ -59,7 +58,7 @@ def test_rows_come_from_where_the_plan_says(model: MediaDecoder) -> None:
 
 
 def test_what_is_freed_is_gone_and_missed_by_its_rows_alone(model: MediaDecoder) -> None:
-    outputs = EncoderOutputs(model, encodes=True)
+    outputs = EncoderOutputs(model, EncoderShare())
     outputs.apply(StepMedia([], [image(1), image(2)], []))
     assert outputs.num_tokens == 12
     outputs.apply(StepMedia([1, 77], [], []))
@@ -74,7 +73,7 @@ def test_what_is_freed_is_gone_and_missed_by_its_rows_alone(model: MediaDecoder)
 def test_what_cannot_be_encoded_is_missing(
     model: MediaDecoder, shape: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    outputs = EncoderOutputs(model, encodes=True)
+    outputs = EncoderOutputs(model, EncoderShare())
     with caplog.at_level(logging.ERROR):
         outputs.apply(StepMedia([], [image(1, pixels=make_tensor(shape)), image(2)], []))
     assert "could not be encoded" in caplog.text
@@ -84,14 +83,27 @@ def test_what_cannot_be_encoded_is_missing(
     assert outputs.num_tokens == 6
 
 
-def test_who_adds_nothing_encodes_nothing(model: MediaDecoder) -> None:
-    outputs = EncoderOutputs(model, encodes=False)
-    outputs.apply(StepMedia([], [image(1)], []))
-    rows, missing = outputs.gather([PlaceholderRows(0, 1, 3, 1, 0)], np.array([0, 6], np.int32))
-    assert outputs.num_tokens == 0
-    assert rows.tokens.tolist() == [1, 2, 3]
-    assert not rows.rows.any()
-    assert not missing.rows
+def test_rows_are_with_one_of_several_workers_and_zeros_on_the_others(model: MediaDecoder) -> None:
+    workers = [EncoderOutputs(model, EncoderShare(rank, 2)) for rank in range(2)]
+    plan = StepMedia([], [image(4, 1), image(5, 2), image(6, pixels=make_tensor((24, 5)))], [])
+    places = [PlaceholderRows(0, 1, 3, 4, 1), PlaceholderRows(1, 0, 6, 5, 0), PlaceholderRows(2, 0, 2, 6, 0)]
+    gathered = []
+    for outputs in workers:
+        outputs.apply(plan)
+        gathered.append(outputs.gather(places[:2], np.array([0, 6, 12, 14], np.int32)))
+        assert not gathered[-1][1].rows
+    first, second = (rows for rows, _ in gathered)
+    assert first.tokens.tolist() == second.tokens.tolist() == [1, 2, 3, *range(6, 12)]
+    assert [outputs.num_tokens for outputs in workers] == [6, 6]
+    alone = EncoderOutputs(model, EncoderShare())
+    alone.apply(plan)
+    assert torch.equal(first.rows + second.rows, alone.gather(places[:2], np.array([0, 6, 12, 14], np.int32))[0].rows)
+    missing = [outputs.gather(places, np.array([0, 6, 12, 14], np.int32))[1].rows for outputs in workers]
+    assert sorted(map(len, missing)) == [0, 1]
+    for outputs in workers:
+        outputs.apply(StepMedia([4, 5, 6], [], []))
+        assert outputs.num_tokens == 0
+        assert outputs.gather(places, np.array([0, 6, 12, 14], np.int32))[1].rows == {0, 1, 2}
 
 
 def test_a_step_goes_on_without_the_rows_whose_images_are_missing() -> None:
@@ -109,11 +121,3 @@ def test_a_step_goes_on_without_the_rows_whose_images_are_missing() -> None:
     assert result.num_new.tolist() == [1, 0]
     assert result.token_ids[0].tolist() == expected.token_ids[0].tolist()
     worker.close()
-
-
-def test_images_in_stages_are_refused_at_the_start() -> None:
-    config = dataclasses.replace(
-        tiny_engine_config(folder=FOLDER), parallel=ParallelConfig(pipeline_parallel_size=2, executor="mp")
-    )
-    with pytest.raises(StartupError, match="use --pipeline-parallel-size 1"):
-        Worker(config).initialize()

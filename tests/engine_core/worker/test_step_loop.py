@@ -11,7 +11,7 @@ import pytest
 from tests.support.server import wait_for
 from tokenmill_engine.errors import EngineDeadError, EngineError, ExchangeError
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter, create_ring
-from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.outputs import MissingImages, StepPlan, StepResult
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.step_loop import StepLoop
 from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, encode_plan
@@ -53,6 +53,9 @@ class Device:
         if plan.step in self.refused:
             raise self.refused[plan.step]
         return Step(plan.step, self.ends[plan.step], self.broken.get(plan.step))
+
+    def tell_missing(self, tell: Callable[[MissingImages], None]) -> None:
+        self.tell = tell
 
     def enter_thread(self) -> None:
         self.attending.append(threading.current_thread().name)
@@ -288,6 +291,24 @@ def test_who_does_not_report_sends_failures_alone(start: Callable[..., Loop]) ->
     assert failure.number == 1
     wait_for(lambda: device.begun == [0, 1, 2, 3], DEADLINE_S, "the last step")
     assert loop.take() is None
+
+
+def test_who_does_not_report_tells_of_missing_images_before_the_step_goes_on(start: Callable[..., Loop]) -> None:
+    """Whoever reports may be done with the step at any moment after that."""
+    device, missing = Device(runs_ahead=True), MissingImages(0, (1,), (7,))
+    told: list[Answer | None] = []
+    begin = device.execute
+
+    def look(plan: StepPlan) -> Step:
+        device.tell(missing)
+        told.append(loop.take())
+        return begin(plan)
+
+    device.execute = look  # type: ignore[method-assign]
+    loop = start(device, False)
+    loop.submit(0)
+    wait_for(lambda: told, DEADLINE_S, "the step")
+    assert told == [missing]
 
 
 def test_the_end_waits_for_steps_under_way(start: Callable[..., Loop]) -> None:
