@@ -12,7 +12,7 @@ from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import MediaItem, MediaTensor
 
 _KEY_BYTES = 32
-_FLOAT_BYTES = 4
+_TENSORS = frozenset({"pixel_values", "values"})
 
 
 def check_media(
@@ -65,8 +65,8 @@ def _checked_place(name: str, item: MediaItem, last_end: int, num_prompt: int) -
 def _check_tensors(name: str, item: MediaItem, config: MediaConfig) -> None:
     """Its pixels are what the encoder takes, and give as many rows as it has placeholders."""
     vision = config.vision
-    if item.tensors.keys() != {"pixel_values"}:
-        raise _error(f"{name}: it has the tensors {sorted(item.tensors)}, not pixel_values alone")
+    if item.tensors.keys() != _TENSORS:
+        raise _error(f"{name}: it has the tensors {sorted(item.tensors)}, not {sorted(_TENSORS)}")
     if config.kind == "llava":
         if vision.image_size is None or item.grid is not None:
             raise _error(f"{name}: this model takes images of one size; they have no grid")
@@ -78,11 +78,13 @@ def _check_tensors(name: str, item: MediaItem, config: MediaConfig) -> None:
             raise _error(f"{name}: its grid is {item.grid}; height and width must be multiples of {merge}")
         if item.kind == "image" and item.grid[0] != 1:
             raise _error(f"{name}: its grid is {item.grid}; an image has one patch in time")
-        shape = (math.prod(item.grid), vision.patch_dim)
+        patch_dim = vision.image_patch_dim if item.kind == "image" else vision.patch_dim
+        shape = (math.prod(item.grid), patch_dim)
         num_rows = shape[0] // merge**2
     if num_rows != item.num_tokens:
         raise _error(f"{name}: it has {item.num_tokens} placeholders and becomes {num_rows} rows")
-    _check_floats(name, item.tensors["pixel_values"], shape)
+    _check_tensor(f"{name}: pixel_values", item.tensors["pixel_values"], "uint8", shape)
+    _check_tensor(f"{name}: values", item.tensors["values"], "float32", (vision.num_channels, 256))
 
 
 def _check_seconds(name: str, item: MediaItem, config: MediaConfig) -> None:
@@ -101,11 +103,12 @@ def _check_seconds(name: str, item: MediaItem, config: MediaConfig) -> None:
         )
 
 
-def _check_floats(name: str, tensor: MediaTensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != "float32" or tensor.shape != shape:
-        raise _error(f"{name}: pixel_values are {tensor.dtype} {tensor.shape}, not float32 {shape}")
-    if len(tensor.data) != math.prod(shape) * _FLOAT_BYTES:
-        raise _error(f"{name}: pixel_values have {len(tensor.data)} bytes, not {math.prod(shape) * _FLOAT_BYTES}")
+def _check_tensor(name: str, tensor: MediaTensor, dtype: str, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape:
+        raise _error(f"{name} are {tensor.dtype} {tensor.shape}, not {dtype} {shape}")
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if len(tensor.data) != num_bytes:
+        raise _error(f"{name} have {len(tensor.data)} bytes, not {num_bytes}")
 
 
 def _error(message: str) -> InvalidRequestError:

@@ -58,7 +58,7 @@ class MediaTensor(msgspec.Struct, array_like=True, frozen=True):
     """An array of the processor's output. `data` is little-endian, in C order."""
 
     dtype: str
-    """A name of numpy's: `float32`."""
+    """A name of numpy's: `uint8`, `float32`."""
     shape: tuple[int, ...]
     data: bytes
 
@@ -94,8 +94,10 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     """Patches in time, height and width, before merging; None for models with one size of image. Images have one in
     time."""
     tensors: dict[str, MediaTensor]
-    """By the model's name for them. `pixel_values` float32: [num_patches, patch_dim] (Qwen2-VL) or [3, height, width]
-    (LLaVA)."""
+    """`pixel_values` uint8: [num_patches, num_channels * patch_size**2] for an image (Qwen2-VL; the encoder repeats it
+    in time), [num_patches, num_channels * temporal_patch_size * patch_size**2] for a video, or [3, height, width]
+    (LLaVA).
+    `values` float32 [3, 256]: what each pixel of each channel becomes."""
     seconds_per_step: float | None = None
     """Videos of Qwen2.5-VL: from one patch in time to the next. None for all else."""
 

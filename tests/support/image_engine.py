@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.media_forward import MediaPrompt, num_placeholders
+from tests.support.media_forward import MediaPrompt, num_placeholders, tensors_of
 from tests.support.model_loading import model_config
 from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.engine import EngineCore, Executor
 from tokenmill_engine.executor.uniproc import UniprocExecutor
-from tokenmill_engine.messages import AddRequest, FinishReason, MediaItem, MediaTensor, SamplingParams, StepOutput
+from tokenmill_engine.messages import AddRequest, FinishReason, MediaItem, SamplingParams, StepOutput
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 200
@@ -35,11 +35,9 @@ def items_of(media: MediaConfig, prompt: MediaPrompt) -> tuple[MediaItem, ...]:
     """The images of a prompt as a front end would send them."""
     items = []
     for offset, image in prompt.images:
-        data = image.pixel_values.numpy().astype("<f4").tobytes()
-        key = hashlib.sha256(data + str(image.grid).encode()).digest()
-        pixels = MediaTensor("float32", tuple(image.pixel_values.shape), data)
-        count = num_placeholders(media, image)
-        items.append(MediaItem("image", key, offset, count, image.grid, {"pixel_values": pixels}))
+        tensors = tensors_of(image)
+        key = hashlib.sha256(tensors["pixel_values"].data + str(image.grid).encode()).digest()
+        items.append(MediaItem("image", key, offset, num_placeholders(media, image), image.grid, tensors))
     return tuple(items)
 
 

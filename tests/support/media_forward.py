@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.media_items import VALUES, make_pixels, seen_values, tensor_of, with_values
 from tests.support.paged_forward import PagedForward
 from tests.support.tiny_media_models import LLAVA_IMAGE_SIZE, MERGE_SIZE, PATCH_SIZE, TEMPORAL_PATCH_SIZE
 from tests.support.tiny_models import VOCAB_SIZE
 from tokenmill_engine.attention.batch import ForwardBatch, MediaRows
 from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
 from tokenmill_engine.mrope import Grid, GridSpan, mrope_positions
 
 _TEXT_TOKENS = VOCAB_SIZE - 12
 """Ids below that stand for text."""
+_FIRST_SEED = 10
+"""Behind some other images a model of random weights comes upon image tokens, whose images transformers would want."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +33,31 @@ class VideoInput(ImageInput):
 
 
 def random_video(media: MediaConfig, grid: Grid, seed: int, seconds: float | None = None) -> VideoInput:
-    """A prepared video."""
-    return VideoInput(random_image(media, grid, seed).pixel_values, grid, seconds)
+    """A prepared video, as the encoder sees it; each frame of a patch has pixels of its own."""
+    size = (int(np.prod(grid)), 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2)
+    values = torch.from_numpy(seen_values(with_values(make_pixels(size, seed))))
+    return VideoInput(values, grid, seconds_per_step=seconds)
 
 
 def random_image(media: MediaConfig, grid: Grid, seed: int) -> ImageInput:
-    """A prepared image; models with one size of image have no use for the grid."""
-    generator = torch.Generator().manual_seed(seed)
+    """A prepared image, as the encoder sees it; models with one size of image have no use for the grid."""
     if media.kind == "llava":
-        return ImageInput(torch.randn(3, LLAVA_IMAGE_SIZE, LLAVA_IMAGE_SIZE, generator=generator))
-    size = (int(np.prod(grid)), 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2)
-    return ImageInput(torch.randn(size, generator=generator), grid)
+        tensors = with_values(make_pixels((3, LLAVA_IMAGE_SIZE, LLAVA_IMAGE_SIZE), _FIRST_SEED + seed))
+        return ImageInput(torch.from_numpy(seen_values(tensors)))
+    tensors = with_values(make_pixels((int(np.prod(grid)), 3 * PATCH_SIZE**2), _FIRST_SEED + seed))
+    return ImageInput(torch.from_numpy(seen_values(tensors, TEMPORAL_PATCH_SIZE)), grid)
+
+
+def tensors_of(image: ImageInput) -> dict[str, MediaTensor]:
+    """Those of the item that `random_image` or `random_video` gives the values of."""
+    values = image.pixel_values.numpy()
+    if image.grid is not None:
+        values = values.reshape(len(values), 3, TEMPORAL_PATCH_SIZE, -1).swapaxes(0, 1)
+        values = values if isinstance(image, VideoInput) else values[:, :, :1]
+    pixels = np.stack([np.searchsorted(VALUES[channel], values[channel]) for channel in range(3)]).astype(np.uint8)
+    if image.grid is not None:
+        pixels = pixels.swapaxes(0, 1).reshape(values.shape[1], -1)
+    return with_values(tensor_of(pixels))
 
 
 def num_placeholders(media: MediaConfig, image: ImageInput) -> int:

@@ -56,6 +56,11 @@ class VisionConfig:
         return self.num_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
+    def image_patch_dim(self) -> int:
+        """Pixels of a patch of an image, which its frames repeat."""
+        return self.num_channels * self.patch_size**2
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the matrices that are used."""
         width, is_tower = self.hidden_size, self.kind in ("clip", "siglip")
@@ -82,7 +87,8 @@ class MediaConfig:
 
     kind: MediaKind
     """How images are prepared: `llava`, "pixel_values" [3, image_size, image_size]; `qwen2_vl`, "pixel_values"
-    [num_patches, patch_dim] and a grid of (time, height, width) patches; those to be merged come one after another."""
+    [num_patches, image_patch_dim] and a grid of (time, height, width) patches; those to be merged come one after
+    another."""
     image_token_id: int
     vision: VisionConfig
     video_token_id: int | None = None

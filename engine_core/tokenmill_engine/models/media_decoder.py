@@ -15,6 +15,7 @@ from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.models.vision.encoder import ImageInput, VisionEncoder
+from tokenmill_engine.models.vision.pixels import pixel_values
 from tokenmill_engine.models.vision.qwen import QwenVision
 from tokenmill_engine.models.vision.spelling import own_name
 from tokenmill_engine.models.vision.tower import VisionTower
@@ -68,7 +69,13 @@ class MediaDecoder(DenseDecoder):
         """
         if self.encoder is None:
             raise RuntimeError("the encoder is on the first stage")
-        return self.encoder.encode(images) if images else []
+        return self.encoder.encode([self._with_values(image) for image in images]) if images else []
+
+    def _with_values(self, image: ImageInput) -> ImageInput:
+        if image.values is None:
+            return image
+        pixels, values = (each.to(self.device) for each in (image.pixel_values, image.values))
+        return ImageInput(pixel_values(pixels, values, self._vision), image.grid)
 
     def forward(
         self,

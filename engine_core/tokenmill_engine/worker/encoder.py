@@ -28,6 +28,8 @@ from tokenmill_engine.worker.slot_positions import SlotPositions
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+
 
 def check_can_encode(config: EngineConfig) -> None:
     """Raises StartupError where images cannot be served yet."""
@@ -67,9 +69,9 @@ class EncoderOutputs:
 
     def _encode(self, image: EncoderInput) -> torch.Tensor | None:
         """Rows [num_tokens, hidden_size]; None if that does not work for this image."""
-        pixels = as_tensor(image.tensors["pixel_values"]).to(self._model.device)
+        pixels, values = (as_tensor(image.tensors[name]) for name in ("pixel_values", "values"))
         try:
-            (rows,) = self._model.encode([ImageInput(pixels, image.grid)])
+            (rows,) = self._model.encode([ImageInput(pixels, image.grid, values)])
         except torch.AcceleratorError:
             raise
         except (ValueError, RuntimeError) as error:
@@ -141,7 +143,7 @@ class MediaInputs:
 
 
 def as_tensor(tensor: MediaTensor) -> torch.Tensor:
-    """A copy, float32: the message's bytes must not be written to."""
-    result = torch.empty(math.prod(tensor.shape), dtype=torch.float32)
-    np.copyto(result.numpy(), np.frombuffer(tensor.data, "<f4"))
+    """A copy: the message's bytes must not be written to."""
+    result = torch.empty(math.prod(tensor.shape), dtype=_DTYPES[tensor.dtype])
+    np.copyto(result.numpy(), np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<")))
     return result.view(tensor.shape)

@@ -1,5 +1,8 @@
 """From pixels to what a vision encoder takes: bit for bit what transformers' image processors (those with Pillow) give,
 with numpy and Pillow alone, since those would bring torch into the API server.
+
+Rescaling and normalizing turn each of the 256 values of a channel into one number, whatever the image: the engine gets
+pixels of one byte and these numbers, and looks them up where the encoder is.
 """
 
 import math
@@ -35,11 +38,12 @@ class PreparedImage:
     key: bytes
     num_tokens: int
     grid: tuple[int, int, int] | None
-    pixel_values: MediaTensor
+    tensors: dict[str, MediaTensor]
+    """As in `MediaItem`."""
 
     def at(self, offset: int) -> MediaItem:
         """The image in a prompt whose token `offset` is the first of its placeholders."""
-        return MediaItem("image", self.key, offset, self.num_tokens, self.grid, {"pixel_values": self.pixel_values})
+        return MediaItem("image", self.key, offset, self.num_tokens, self.grid, self.tensors)
 
 
 class ImageProcessor:
@@ -50,7 +54,7 @@ class ImageProcessor:
         self._options = options
         low_pixels = min(options.max_pixels, max(options.min_pixels, _LOW_DETAIL_PIXELS))
         self._low_options = replace(options, max_pixels=low_pixels)
-        self._table = _value_table(options)
+        self._values = _tensor(_value_table(options))
         self._keyed = {each: each.text() for each in (self._options, self._low_options)}
 
     def num_tokens(self, picture: Picture, detail: Detail = "auto") -> int:
@@ -62,50 +66,40 @@ class ImageProcessor:
         return height * width // (options.patch_size * options.merge_size) ** 2
 
     def prepare(self, picture: Picture, detail: Detail = "auto") -> PreparedImage:
-        """Resizes and normalizes. `detail` low: of a model that takes images of any size at most 512 x 512 pixels.
-        Takes long: call it in a thread.
+        """Resizes, and crops or cuts into patches. `detail` low: of a model that takes images of any size at most
+        512 x 512 pixels. Takes long: call it in a thread.
 
         Raises MediaError for an image that the model does not take.
         """
         options = self._low_options if detail == "low" else self._options
         key = media_key(picture, self._keyed[options])
         if options.method == "qwen2_vl":
-            values, grid = self._patches(picture.pixels, options)
-            return PreparedImage(key, self.num_tokens(picture, detail), grid, _tensor(values))
-        values = self._square(picture.pixels, options)
-        return PreparedImage(key, self.num_tokens(picture, detail), None, _tensor(values))
-
-    def _patches(self, pixels: Pixels, options: ImageOptions) -> tuple[Floats, tuple[int, int, int]]:
-        """[num_patches, patch_dim], patches that are merged behind each other, and how many patches each way."""
-        size, merge = options.patch_size, options.merge_size
-        resized = _resize(pixels, qwen2_vl_size(pixels.shape[0], pixels.shape[1], options), options.resample)
-        rows, columns = resized.shape[0] // size, resized.shape[1] // size
-        values = self._values(resized)  # [3, height, width]
-        blocks = values.reshape(3, rows // merge, merge, size, columns // merge, merge, size)
-        blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-        times = options.temporal_patch_size
-        blocks = np.broadcast_to(blocks, (*blocks.shape[:5], times, size, size))
-        return blocks.reshape(rows * columns, 3 * times * size * size), (1, rows, columns)
-
-    def _square(self, pixels: Pixels, options: ImageOptions) -> Floats:
-        """[3, height, width]"""
-        if options.pads_to_square:
-            pixels = _pad_to_square(pixels, options.mean)
-        if options.shortest_edge is not None:
-            size = _shortest_edge_size(pixels.shape[0], pixels.shape[1], options.shortest_edge)
+            pixels, grid = _patches(picture.pixels, options)
         else:
-            size = options.size or (pixels.shape[0], pixels.shape[1])
-        pixels = _resize(pixels, size, options.resample)
-        if options.crop_size is not None:
-            pixels = _center_crop(pixels, options.crop_size)
-        return self._values(pixels)
+            pixels, grid = _square(picture.pixels, options).transpose(2, 0, 1), None
+        tensors = {"pixel_values": _tensor(pixels), "values": self._values}
+        return PreparedImage(key, self.num_tokens(picture, detail), grid, tensors)
 
-    def _values(self, pixels: Pixels) -> Floats:
-        """Rescaled and normalized, channels first."""
-        values = np.empty((3, *pixels.shape[:2]), np.float32)
-        for channel in range(3):
-            np.take(self._table[channel], pixels[:, :, channel], out=values[channel], mode="clip")
-        return values
+
+def _patches(pixels: Pixels, options: ImageOptions) -> tuple[Pixels, tuple[int, int, int]]:
+    """[num_patches, 3 * patch_size**2], patches that are merged behind each other, and how many patches each way."""
+    size, merge = options.patch_size, options.merge_size
+    resized = _resize(pixels, qwen2_vl_size(pixels.shape[0], pixels.shape[1], options), options.resample)
+    rows, columns = resized.shape[0] // size, resized.shape[1] // size
+    blocks = resized.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+    return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3 * size**2), (1, rows, columns)
+
+
+def _square(pixels: Pixels, options: ImageOptions) -> Pixels:
+    """[height, width, 3] of the one size that the model sees."""
+    if options.pads_to_square:
+        pixels = _pad_to_square(pixels, options.mean)
+    if options.shortest_edge is not None:
+        size = _shortest_edge_size(pixels.shape[0], pixels.shape[1], options.shortest_edge)
+    else:
+        size = options.size or (pixels.shape[0], pixels.shape[1])
+    pixels = _resize(pixels, size, options.resample)
+    return pixels if options.crop_size is None else _center_crop(pixels, options.crop_size)
 
 
 def qwen2_vl_size(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
@@ -185,5 +179,5 @@ def _pad_to_square(pixels: Pixels, mean: tuple[float, float, float] | None) -> P
     return square
 
 
-def _tensor(values: Floats) -> MediaTensor:
-    return MediaTensor("float32", values.shape, np.ascontiguousarray(values).tobytes())
+def _tensor(values: Pixels | Floats) -> MediaTensor:
+    return MediaTensor(values.dtype.name, values.shape, np.ascontiguousarray(values).tobytes())

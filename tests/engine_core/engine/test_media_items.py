@@ -10,18 +10,22 @@ from tests.support.media_items import (
     IMAGE_TOKEN,
     LLAVA,
     QWEN,
+    VALUES,
     VIDEO_TOKEN,
     WITH_TIME,
     WITH_VIDEO,
     llava_item,
-    make_tensor,
+    make_pixels,
     qwen_item,
+    tensor_of,
     video_item,
+    with_values,
 )
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.media_items import check_media
-from tokenmill_engine.messages import AddRequest, MediaItem, SamplingParams
+from tokenmill_engine.messages import AddRequest, MediaItem, MediaTensor, SamplingParams
 
+TENSORS = qwen_item("cat", 2).tensors
 PROMPT = np.array([1, 2, *[IMAGE_TOKEN] * 4, 3, *[IMAGE_TOKEN] * 4, 4], dtype=np.int32)
 
 
@@ -53,16 +57,13 @@ def test_it_comes_over_the_wire_as_it_was() -> None:
         ((qwen_item("cat", 2), qwen_item("dog", 5)), "begins at token 5"),
         ((qwen_item("cat", 7), qwen_item("dog", 2)), "begins at token 2"),
         ((changed(tensors={}),), "tensors"),
-        ((changed(tensors={"pixel_values": make_tensor((16, 24)), "more": make_tensor((1,))}),), "tensors"),
-        ((changed(tensors={"pixel_values": make_tensor((16, 23))}),), r"not float32 \(16, 24\)"),
-        (
-            (changed(tensors={"pixel_values": msgspec.structs.replace(make_tensor((16, 24)), dtype="int32")}),),
-            "not float32",
-        ),
-        (
-            (changed(tensors={"pixel_values": msgspec.structs.replace(make_tensor((16, 24)), data=b"1234")}),),
-            "have 4 bytes",
-        ),
+        ((changed(tensors=TENSORS | {"more": make_pixels((1,))}),), "tensors"),
+        ((changed(tensors=TENSORS | {"pixel_values": make_pixels((16, 24))}),), r"\(16, 24\), not uint8 \(16, 12\)"),
+        ((changed(tensors=TENSORS | {"pixel_values": tensor_of(np.zeros((16, 12), np.float32))}),), "not uint8"),
+        ((changed(tensors=TENSORS | {"pixel_values": MediaTensor("uint8", (16, 12), b"1234")}),), "have 4 bytes"),
+        ((changed(tensors=TENSORS | {"values": tensor_of(VALUES[:1])}),), r"not float32 \(3, 256\)"),
+        ((changed(tensors=TENSORS | {"values": make_pixels((3, 256))}),), "not float32"),
+        ((changed(tensors=TENSORS | {"values": MediaTensor("float32", (3, 256), bytes(256))}),), "256 bytes, not 3072"),
         ((changed(grid=None),), "grid is None"),
         ((changed(grid=(1, 3, 4)),), "multiples of 2"),
         ((changed(grid=(-1, -4, 4)),), "grid"),
@@ -107,6 +108,7 @@ def test_a_video_is_taken_by_a_model_that_takes_videos() -> None:
         (video_item("film", 7), "not all its placeholder"),
         (video_item("film", 2, seconds=1.0), "nothing asks for its seconds"),
         (msgspec.structs.replace(video_item("film", 2), kind="audio"), "images and videos only"),
+        (msgspec.structs.replace(video_item("film", 2), tensors=with_values(make_pixels((16, 12)))), "not uint8 .*24"),
     ],
 )
 def test_a_video_that_does_not_fit_is_refused(item: MediaItem, message: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.media_items import make_tensor
+from tests.support.media_items import make_pixels, with_values
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.outputs import (
     BlockAppend,
@@ -30,7 +30,7 @@ def full_plan() -> StepPlan:
     token_ids = np.arange(70, dtype=np.int32)
     places = (MediaPlace(20, 4, (1, 4, 4)), MediaPlace(30, 4, None))
     start = SlotStart(4, 1 << 60, token_ids, 60, 16, ([1, 2, 3], [7]), sampling, (0, 9), places)
-    image = EncoderInput(8, "image", 4, (1, 4, 4), {"pixel_values": make_tensor((16, 24))})
+    image = EncoderInput(8, "image", 4, (1, 4, 4), with_values(make_pixels((16, 12))))
     values: dict[str, Any] = {
         "step": 12,
         "slots": np.array([4, 1], np.int32),

@@ -8,7 +8,6 @@ import pytest
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.model_files import read_tokenizer_facts, resolve_model
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.parts import IMAGE_PART
 from tokenmill_server.multimodal.processor import PreparedImage
 from tokenmill_server.multimodal.prompts import Placeholders, TypedTokens
@@ -36,7 +35,7 @@ def model(family: Any, template: str | None = None) -> tuple[Placeholders, ChatT
 
 
 def image(num_tokens: int, name: bytes = b"x") -> PreparedImage:
-    return PreparedImage(name * 32, num_tokens, None, MediaTensor("float32", (0,), b""))
+    return PreparedImage(name * 32, num_tokens, None, {})
 
 
 def text(value: str) -> dict[str, str]:

@@ -17,9 +17,11 @@ class ImageInput:
     """One image, prepared as `MediaConfig.kind` says."""
 
     pixel_values: torch.Tensor
-    """float32, on any device."""
+    """float32 as the encoder sees them, or uint8 with `values`; on any device."""
     grid: tuple[int, int, int] | None = None
     """(time, height, width) in patches, where images differ in size."""
+    values: torch.Tensor | None = None
+    """float32 [num_channels, 256]: what pixels become."""
 
 
 class VisionEncoder(Protocol):
