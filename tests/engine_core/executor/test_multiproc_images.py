@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.image_engine import BLOCK_SIZE, ImageEngine, image_config
 from tests.support.media_forward import MediaPrompt, prompt, random_image
+from tests.support.media_items import make_pixels, with_values
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.multiproc import MultiprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
-from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 
@@ -98,7 +98,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_row_alone_whichever_worker_ha
     num_members: int, num_stages: int, tmp_path: Path
 ) -> None:
     parallel = ParallelConfig(num_members, num_stages, executor="mp")
-    pixels = MediaTensor("float32", (20, 96), bytes(20 * 96 * 4))
+    tensors = with_values(make_pixels((20, 48)))
     with workers(tmp_path, config_of("qwen2_vl", parallel)) as engine:
         plan = rehearsal_plan(2, 8, 1, BLOCK_SIZE, GREEDY)
         starts = [replace(start, block_ids=([2 * row, 2 * row + 1],)) for row, start in enumerate(plan.starts)]
@@ -107,7 +107,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_row_alone_whichever_worker_ha
         for entry in range(2):
             media = StepMedia(
                 [],
-                [EncoderInput(entry, "image", 6, (1, 4, 6), {"pixel_values": pixels})],
+                [EncoderInput(entry, "image", 6, (1, 4, 6), tensors)],
                 [PlaceholderRows(1, 1, 6, entry, 0)],
             )
             result = engine.core._executor.submit(replace(plan, media=media)).result()

@@ -86,7 +86,7 @@ def test_what_cannot_be_encoded_is_missing(
 
 def test_rows_are_with_one_of_several_workers_and_zeros_on_the_others(model: MediaDecoder) -> None:
     workers = [EncoderOutputs(model, EncoderShare(rank, 2)) for rank in range(2)]
-    plan = StepMedia([], [image(4, 1), image(5, 2), image(6, pixels=make_tensor((24, 5)))], [])
+    plan = StepMedia([], [image(4, 1), image(5, 2), image(6, pixels=make_pixels((24, 5)))], [])
     places = [PlaceholderRows(0, 1, 3, 4, 1), PlaceholderRows(1, 0, 6, 5, 0), PlaceholderRows(2, 0, 2, 6, 0)]
     gathered = []
     for outputs in workers:
