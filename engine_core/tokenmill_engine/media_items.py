@@ -78,6 +78,8 @@ def _check_tensors(name: str, item: MediaItem, config: MediaConfig) -> None:
             raise _error(f"{name}: its grid is {item.grid}; height and width must be multiples of {merge}")
         if item.kind == "image" and item.grid[0] != 1:
             raise _error(f"{name}: its grid is {item.grid}; an image has one patch in time")
+        if item.kind == "video" and config.frames_apart and item.grid[0] != 1:
+            raise _error(f"{name}: its grid is {item.grid}; frames with text between them are items of their own")
         patch_dim = vision.image_patch_dim if item.kind == "image" else vision.patch_dim
         shape = (math.prod(item.grid), patch_dim)
         num_rows = shape[0] // merge**2

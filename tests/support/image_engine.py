@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.media_forward import MediaPrompt, num_placeholders, tensors_of
+from tests.support.media_forward import MediaPrompt, VideoInput, num_placeholders, tensors_of
 from tests.support.model_loading import model_config
 from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from tokenmill_engine.config.media import MediaConfig
@@ -37,7 +37,8 @@ def items_of(media: MediaConfig, prompt: MediaPrompt) -> tuple[MediaItem, ...]:
     for offset, image in prompt.images:
         tensors = tensors_of(image)
         key = hashlib.sha256(tensors["pixel_values"].data + str(image.grid).encode()).digest()
-        items.append(MediaItem("image", key, offset, num_placeholders(media, image), image.grid, tensors))
+        kind, seconds = ("video", image.seconds_per_step) if isinstance(image, VideoInput) else ("image", None)
+        items.append(MediaItem(kind, key, offset, num_placeholders(media, image), image.grid, tensors, seconds))
     return tuple(items)
 
 

@@ -109,7 +109,16 @@ def prompt(media: MediaConfig, parts: Sequence[int | ImageInput], seed: int = 0)
 class MediaForward:
     """Requests named by strings, which begin with a prompt each."""
 
-    def __init__(self, model: MediaDecoder, media: MediaConfig, prompts: dict[str, MediaPrompt], block_size: int = 16):
+    def __init__(
+        self,
+        model: MediaDecoder,
+        media: MediaConfig,
+        prompts: dict[str, MediaPrompt],
+        block_size: int = 16,
+        *,
+        has_rows: bool = True,
+    ) -> None:
+        """`has_rows`: what the encoder gives is with this one of several workers."""
         self.paged = PagedForward(model, block_size=block_size)
         self._model, self._media = model, media
         self._prompts = prompts
@@ -118,7 +127,7 @@ class MediaForward:
         self._rows = {
             name: list(zip((offset for offset, _ in text.images), rows, strict=True))
             for name, text in prompts.items()
-            for rows in [model.encode([image for _, image in text.images])]
+            for rows in [[rows * has_rows for rows in model.encode([image for _, image in text.images])]]
         }
 
     def step(self, work: Sequence[tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -200,7 +209,9 @@ class Reference:
             if self._media.kind == "llava":
                 return list(self.model.model.get_image_features(torch.stack(pixels)).pooler_output)
             grids = torch.tensor([image.grid for image in images])
-            return list(self.model.model.get_image_features(torch.cat(pixels), grids).pooler_output)
+            features = self.model.model.get_image_features(torch.cat(pixels), grids)
+            layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+            return [torch.cat(rows, dim=1) for rows in zip(*layers, strict=True)]
 
     def positions(self, text: MediaPrompt) -> tuple[torch.Tensor, int]:
         """[3, num_tokens], and what to add for later tokens."""
@@ -226,8 +237,16 @@ class Reference:
             inputs["image_grid_thw"] = torch.tensor([image.grid for image in images])
         if videos:
             inputs["pixel_values_videos"] = torch.cat([video.pixel_values for video in videos])
-            inputs["video_grid_thw"] = torch.tensor([video.grid for video in videos])
+            grids = torch.tensor([video.grid for video in videos])
+            # Frames with text between them are one video there.
+            inputs["video_grid_thw"] = _joined(grids) if media.frames_apart else grids
             seconds = [video.seconds_per_step for video in videos if video.seconds_per_step is not None]
             if seconds:
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
         return inputs
+
+
+def _joined(grids: torch.Tensor) -> torch.Tensor:
+    """Neighbouring videos of one size, [num_videos, 3], as one."""
+    sizes, counts = torch.unique_consecutive(grids[:, 1:], dim=0, return_counts=True)
+    return torch.cat((counts[:, None], sizes), dim=1)

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from tests.support.tiny_models import (
     VOCAB_SIZE,
+    Family,
     Weights,
     _cache_folder,
     _write_json,
@@ -21,7 +22,7 @@ from tests.support.tiny_models import (
     write_tokenizer,
 )
 
-MediaFamily = Literal["llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl"]
+MediaFamily = Literal["llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 Spelling = Literal["old", "new"]
 
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -34,6 +35,19 @@ ADDED_TOKENS = {
 PATCH_SIZE, MERGE_SIZE, TEMPORAL_PATCH_SIZE = 4, 2, 2
 LLAVA_IMAGE_SIZE, LLAVA_PATCH_SIZE = 24, 8
 MROPE_SECTION = [2, 3, 3]
+
+_DECODERS: dict[MediaFamily, Family] = {
+    "llava": "llama",
+    "llava_siglip": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
+_PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+}
 
 _LIST_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -91,7 +105,7 @@ def cached_tiny_media_model(family: MediaFamily, seed: int = 0, spelling: Spelli
 
 def tiny_media_config(family: MediaFamily, spelling: Spelling = "new", **overrides: Any) -> dict[str, Any]:
     """The model's `config.json`."""
-    text: dict[str, Any] = tiny_config("qwen2" if is_qwen(family) else "llama") | overrides.pop("text_config", {})
+    text: dict[str, Any] = tiny_config(_DECODERS[family]) | overrides.pop("text_config", {})
     vision = _vision_config(family) | overrides.pop("vision_config", {})
     if not is_qwen(family):
         llava: dict[str, Any] = {
@@ -105,7 +119,7 @@ def tiny_media_config(family: MediaFamily, spelling: Spelling = "new", **overrid
         }
         llava.update(overrides)
         return llava
-    name = "Qwen2VL" if family == "qwen2_vl" else "Qwen2_5_VL"
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
     general: dict[str, Any] = {
         "architectures": [f"{name}ForConditionalGeneration"],
         "model_type": family,
@@ -116,7 +130,8 @@ def tiny_media_config(family: MediaFamily, spelling: Spelling = "new", **overrid
         "vision_config": vision,
         "tie_word_embeddings": text["tie_word_embeddings"],
     }
-    del text["head_dim"]
+    if family != "qwen3_vl":
+        del text["head_dim"]
     theta = text.pop("rope_theta")
     if spelling == "old":
         text |= {"rope_theta": theta, "rope_scaling": {"type": "mrope", "mrope_section": MROPE_SECTION}}
@@ -149,6 +164,16 @@ def _vision_config(family: MediaFamily) -> dict[str, Any]:
     }
     if family == "qwen2_vl":
         return general | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "hidden_act": "quick_gelu"}
+    if family == "qwen3_vl":
+        return general | {
+            "model_type": "qwen3_vl",
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 48,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        }
     return general | {
         "hidden_size": 32,
         "out_hidden_size": 64,
@@ -162,8 +187,8 @@ def _vision_config(family: MediaFamily) -> dict[str, Any]:
 def tiny_media_weights(config: dict[str, Any], family: MediaFamily, seed: int = 0) -> Weights:
     """Random weights: the decoder's as `tiny_weights` names them, the encoder's under `visual.`."""
     text = dict(config.get("text_config") or config)
-    text |= {"head_dim": text["hidden_size"] // text["num_attention_heads"]}
-    text |= {"model_type": "qwen2" if is_qwen(family) else text["model_type"]}
+    text["head_dim"] = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    text |= {"model_type": _DECODERS[family] if is_qwen(family) else text["model_type"]}
     text["tie_word_embeddings"] = config["tie_word_embeddings"]
     return tiny_weights(text, seed) | _Vision(config["vision_config"], seed + 1).weights(config, text, family)
 
@@ -173,7 +198,9 @@ class _Vision:
         self._vision, self._rng, self._weights = vision, np.random.default_rng(seed), Weights()
 
     def weights(self, config: dict[str, Any], text: dict[str, Any], family: MediaFamily) -> Weights:
-        if is_qwen(family):
+        if family == "qwen3_vl":
+            self._qwen3()
+        elif is_qwen(family):
             self._qwen(has_windows=family == "qwen2_5_vl")
         else:
             self._tower(config, text, is_clip=family == "llava")
@@ -211,6 +238,31 @@ class _Vision:
         self._norm("visual.merger.ln_q", width, not has_windows)
         self._linear("visual.merger.mlp.0", merged, merged)
         self._linear("visual.merger.mlp.2", output, merged)
+
+    def _qwen3(self) -> None:
+        vision = self._vision
+        width, inner, output = (vision[key] for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
+        kernel = (3, vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"])
+        self._values("visual.patch_embed.proj.weight", width, *kernel, scale=float(np.prod(kernel)) ** -0.5)
+        self._values("visual.patch_embed.proj.bias", width, scale=0.3)
+        self._values("visual.pos_embed.weight", vision["num_position_embeddings"], width)
+        for index in range(vision["depth"]):
+            layer = f"visual.blocks.{index}"
+            for name in ("norm1", "norm2"):
+                self._norm(f"{layer}.{name}", width)
+            for name, rows, columns in (
+                ("attn.qkv", 3 * width, width),
+                ("attn.proj", width, width),
+                ("mlp.linear_fc1", inner, width),
+                ("mlp.linear_fc2", width, inner),
+            ):
+                self._linear(f"{layer}.{name}", rows, columns)
+        merged = width * vision["spatial_merge_size"] ** 2
+        deep = [f"deepstack_merger_list.{index}" for index in range(len(vision["deepstack_visual_indexes"]))]
+        for merger in ("merger", *deep):
+            self._norm(f"visual.{merger}.norm", width if merger == "merger" else merged)
+            self._linear(f"visual.{merger}.linear_fc1", merged, merged)
+            self._linear(f"visual.{merger}.linear_fc2", output, merged)
 
     def _tower(self, config: dict[str, Any], text: dict[str, Any], is_clip: bool) -> None:
         vision = self._vision
@@ -268,7 +320,7 @@ def _processor_config(family: MediaFamily) -> dict[str, Any]:
     if is_qwen(family):
         return {
             "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2VLProcessor" if family == "qwen2_vl" else "Qwen2_5_VLProcessor",
+            "processor_class": _PROCESSORS[family],
             "patch_size": PATCH_SIZE,
             "merge_size": MERGE_SIZE,
             "temporal_patch_size": TEMPORAL_PATCH_SIZE,

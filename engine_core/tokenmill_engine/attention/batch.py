@@ -40,8 +40,8 @@ class MediaRows:
     tokens: torch.Tensor
     """int64 [num_rows]: places in the batch, no two alike."""
     rows: torch.Tensor
-    """[num_rows, hidden_size] of the model's dtype: what takes the place of their embeddings. Of several workers each
-    has a part of this sum."""
+    """[num_rows, hidden_size] of the model's dtype: what takes the place of their embeddings. With DeepStack rows are
+    longer: what is added behind each of the first layers follows. Of several workers each has a part of this sum."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,10 @@ class ForwardBatch:
     """For models that look at images."""
     embeddings: torch.Tensor | None = None
     """[num_tokens, hidden_size] in place of those of `input_ids`, with the rows of `media` among them. This and the
-    next are made by the model when the forward pass begins."""
+    next two are made by the model when the forward pass begins."""
+    deepstack: torch.Tensor | None = None
+    """[num_rows, n * hidden_size]: what is added to the tokens of `media` behind each of the first n layers
+    (arXiv:2406.04334)."""
     cos_sin: torch.Tensor | None = None
     """float32 [num_tokens, rotary_dim] in place of the model's own table; `positions` name rows of this one then."""
     plans: dict[AttentionShape, ops.AttentionPlan | None] = field(default_factory=dict)

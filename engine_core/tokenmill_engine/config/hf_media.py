@@ -1,9 +1,11 @@
-"""The parts of a `config.json` that describes a decoder and a vision encoder: LLaVA, Qwen2-VL, Qwen2.5-VL.
+"""The parts of a `config.json` that describes a decoder and a vision encoder: LLaVA, Qwen2-VL, Qwen2.5-VL,
+Qwen3-VL.
 
 Knows the spellings of old checkpoints (Qwen's decoder beside the encoder, LLaVA's decoder by what differs from its
 family's defaults) and of new ones (`text_config`, `rope_parameters`). Torch-free.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,7 +17,8 @@ Json = dict[str, Any]
 LLAVA = "LlavaForConditionalGeneration"
 QWEN2_VL = "Qwen2VLForConditionalGeneration"
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
-MEDIA_ARCHITECTURES = (LLAVA, QWEN2_VL, QWEN2_5_VL)
+QWEN3_VL = "Qwen3VLForConditionalGeneration"
+MEDIA_ARCHITECTURES = (LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
 
 _DECODERS = {
     "llama": "LlamaForCausalLM",
@@ -30,7 +33,12 @@ _DECODER_DEFAULTS: dict[str, Json] = {
     "qwen3": {"vocab_size": 151936, "intermediate_size": 22016},
 }
 _SIZE_DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_QWEN_THETA = 1000000.0
+_QWEN_DECODERS: dict[str, Json] = {
+    QWEN2_VL: {"architectures": [_DECODERS["qwen2"]], "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    QWEN2_5_VL: {"architectures": [_DECODERS["qwen2"]], "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
+    QWEN3_VL: {"architectures": [_DECODERS["qwen3"]], "rms_norm_eps": 1e-6, "rope_theta": 500000.0, "head_dim": 128},
+}
+"""What they do not state."""
 
 _LLAVA_VISION: Json = {
     "model_type": "clip_vision_model",
@@ -42,6 +50,20 @@ _LLAVA_VISION: Json = {
     "patch_size": 14,
 }
 """Of a LLaVA that states no vision encoder."""
+_QWEN3_VISION: Json = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _TOWER_DEFAULTS: dict[str, Json] = {
     "clip": {"image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     "siglip": {"image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
@@ -61,7 +83,8 @@ def decoder_json(config: Mapping[str, Any], source: str) -> Json:
 
     Raises ConfigError for a decoder that is not supported.
     """
-    decoder = _llava_decoder(config, source) if media_architecture(config) == LLAVA else _qwen_decoder(config)
+    name = media_architecture(config)
+    decoder = _llava_decoder(config, source) if name == LLAVA else _qwen_decoder(config, _QWEN_DECODERS[str(name)])
     for key in ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id"):
         if decoder.get(key) is None and config.get(key) is not None:
             decoder[key] = config[key]
@@ -79,7 +102,11 @@ def parse_media(config: Mapping[str, Any], source: str) -> MediaConfig | None:
         return None
     try:
         decoder = decoder_json(config, source)
-        media = _llava(config, decoder, source) if name == LLAVA else _qwen(config, decoder, name, source)
+        if name == LLAVA:
+            media = _llava(config, decoder, source)
+        else:
+            read = _qwen3_vision if name == QWEN3_VL else _qwen2_vision
+            media = _qwen(config, decoder, read(config, decoder, source), source)
         vocab_size = decoder["vocab_size"]
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} is malformed: {error!r}") from error
@@ -101,20 +128,21 @@ def _llava_decoder(config: Mapping[str, Any], source: str) -> Json:
     return _SIZE_DEFAULTS | _DECODER_DEFAULTS[family] | stated | {"architectures": [_DECODERS[family]]}
 
 
-def _qwen_decoder(config: Mapping[str, Any]) -> Json:
-    decoder = dict(config.get("text_config") or config)
-    decoder["architectures"] = [_DECODERS["qwen2"]]
-    decoder.setdefault("rms_norm_eps", 1e-5)
+def _qwen_decoder(config: Mapping[str, Any], defaults: Json) -> Json:
+    decoder = dict(config.get("text_config") or config) | {"architectures": defaults["architectures"]}
+    for key in defaults.keys() - {"rope_theta"}:
+        decoder.setdefault(key, defaults[key])
     for key in ("rope_scaling", "rope_parameters"):
         rope = dict(decoder.get(key) or {})
-        rope.pop("mrope_section", None)
+        for key_of_mrope in ("mrope_section", "mrope_interleaved"):
+            rope.pop(key_of_mrope, None)
         for kind in ("rope_type", "type"):
             if rope.get(kind) == "mrope":
                 rope[kind] = "default"
         decoder[key] = rope
     stated = [decoder, decoder["rope_scaling"], decoder["rope_parameters"]]
     if not any(place.get("rope_theta") for place in stated):
-        decoder["rope_theta"] = _QWEN_THETA
+        decoder["rope_theta"] = defaults["rope_theta"]
     return decoder
 
 
@@ -152,9 +180,29 @@ def _llava(config: Mapping[str, Any], decoder: Json, source: str) -> MediaConfig
     return MediaConfig("llava", 32000 if token_id is None else int(token_id), vision)
 
 
-def _qwen(config: Mapping[str, Any], decoder: Json, name: str, source: str) -> MediaConfig:
+def _qwen(config: Mapping[str, Any], decoder: Json, vision: VisionConfig, source: str) -> MediaConfig:
+    section = _mrope_section(config, decoder, source)
+    is_third = vision.kind == "qwen3_vl"
+    has_time = vision.kind == "qwen2_5_vl"
+    return MediaConfig(
+        "qwen2_vl",
+        int(config.get("image_token_id", 151655)),
+        vision,
+        video_token_id=int(config.get("video_token_id", 151656)),
+        vision_start_token_id=int(config.get("vision_start_token_id", 151652)),
+        vision_end_token_id=int(config.get("vision_end_token_id", 151653)),
+        takes_video=True,
+        tokens_per_second=float((config.get("vision_config") or {}).get("tokens_per_second", 4)) if has_time else None,
+        mrope_section=section,
+        mrope_interleaved=is_third,
+        frames_apart=is_third,
+    )
+
+
+def _qwen2_vision(config: Mapping[str, Any], decoder: Json, source: str) -> VisionConfig:
+    """Of Qwen2-VL and Qwen2.5-VL."""
     stated = dict(config.get("vision_config") or {})
-    has_windows = name == QWEN2_5_VL
+    has_windows = media_architecture(config) == QWEN2_5_VL
     width_key, output_key = ("hidden_size", "out_hidden_size") if has_windows else ("embed_dim", "hidden_size")
     defaults: Json
     if has_windows:
@@ -178,7 +226,7 @@ def _qwen(config: Mapping[str, Any], decoder: Json, name: str, source: str) -> M
     activation = _activation(stated["hidden_act"], source)
     if has_windows and activation != "silu":
         raise ConfigError(f"{source}: hidden_act {activation!r} of the vision encoder is not supported, only 'silu'")
-    vision = VisionConfig(
+    return VisionConfig(
         kind="qwen2_5_vl" if has_windows else "qwen2_vl",
         hidden_size=hidden_size,
         intermediate_size=int(inner),
@@ -193,24 +241,45 @@ def _qwen(config: Mapping[str, Any], decoder: Json, name: str, source: str) -> M
         window_size=_number(stated, "window_size", source) if has_windows else None,
         full_attention_layers=tuple(map(int, stated["fullatt_block_indexes"])) if has_windows else (),
     )
-    return MediaConfig(
-        "qwen2_vl",
-        int(config.get("image_token_id", 151655)),
-        vision,
-        video_token_id=int(config.get("video_token_id", 151656)),
-        vision_start_token_id=int(config.get("vision_start_token_id", 151652)),
-        vision_end_token_id=int(config.get("vision_end_token_id", 151653)),
-        takes_video=True,
-        tokens_per_second=float(stated.get("tokens_per_second", 4)) if has_windows else None,
-        mrope_section=_mrope_section(config, decoder, source),
+
+
+def _qwen3_vision(config: Mapping[str, Any], decoder: Json, source: str) -> VisionConfig:
+    stated = _QWEN3_VISION | dict(config.get("vision_config") or {})
+    num_layers, output_size = _number(stated, "depth", source), _number(stated, "out_hidden_size", source)
+    if output_size != decoder["hidden_size"]:
+        raise ConfigError(f"{source}: out_hidden_size {output_size} is not the decoder's {decoder['hidden_size']}")
+    num_positions = _number(stated, "num_position_embeddings", source)
+    side = math.isqrt(num_positions)
+    if side**2 != num_positions:
+        raise ConfigError(f"{source}: num_position_embeddings {num_positions} is no square of a number")
+    layers = tuple(map(int, stated["deepstack_visual_indexes"]))
+    if any(not 0 <= layer < num_layers for layer in layers) or list(layers) != sorted(set(layers)):
+        raise ConfigError(f"{source}: deepstack_visual_indexes {list(layers)} are not some of {num_layers} layers")
+    if len(layers) >= decoder["num_hidden_layers"]:
+        raise ConfigError(f"{source}: {len(layers)} deepstack_visual_indexes are too many for the decoder's layers")
+    return VisionConfig(
+        kind="qwen3_vl",
+        hidden_size=_number(stated, "hidden_size", source),
+        intermediate_size=_number(stated, "intermediate_size", source),
+        num_layers=num_layers,
+        num_heads=_number(stated, "num_heads", source),
+        patch_size=_number(stated, "patch_size", source),
+        output_size=output_size,
+        activation=_activation(stated["hidden_act"], source),
+        num_channels=_number(stated, "in_channels", source),
+        temporal_patch_size=_number(stated, "temporal_patch_size", source),
+        spatial_merge_size=_number(stated, "spatial_merge_size", source),
+        positions_side=side,
+        deepstack_layers=layers,
     )
 
 
 def _mrope_section(config: Mapping[str, Any], decoder: Json, source: str) -> tuple[int, int, int]:
     text = config.get("text_config") or config
     rope = [text.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    section = next((place["mrope_section"] for place in rope if "mrope_section" in place), [16, 24, 24])
-    half = decoder["hidden_size"] // decoder["num_attention_heads"] // 2
+    default = [24, 20, 20] if media_architecture(config) == QWEN3_VL else [16, 24, 24]
+    section = next((place["mrope_section"] for place in rope if "mrope_section" in place), default)
+    half = (decoder.get("head_dim") or decoder["hidden_size"] // decoder["num_attention_heads"]) // 2
     if len(section) != 3 or sum(section) != half:
         raise ConfigError(f"{source}: mrope_section {section} does not share out the {half} rotary frequencies")
     time, height, width = map(int, section)

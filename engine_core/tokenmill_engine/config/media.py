@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-VisionKind = Literal["clip", "siglip", "qwen2_vl", "qwen2_5_vl"]
+VisionKind = Literal["clip", "siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MediaKind = Literal["llava", "qwen2_vl"]
 
 _POSITIONS_PER_TOKEN = 4
@@ -15,7 +15,7 @@ class VisionConfig:
 
     kind: VisionKind
     """`clip` and `siglip`: towers that see images of one size, with a projector of two matrices behind them (LLaVA).
-    `qwen2_vl`, `qwen2_5_vl`: encoders of images of any size, which merge neighbouring patches."""
+    `qwen2_vl`, `qwen2_5_vl`, `qwen3_vl`: encoders of images of any size, which merge neighbouring patches."""
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -41,6 +41,10 @@ class VisionConfig:
     feature_layers: tuple[int, ...] = ()
     """Towers: the hidden states that the projector sees side by side; 0 are those in front of the first layer, i those
     behind the i-th."""
+    positions_side: int | None = None
+    """Learned positions on a side of the square that is stretched over every image; None: there are none."""
+    deepstack_layers: tuple[int, ...] = ()
+    """Ascending: layers behind which states are merged for the first layers of the decoder (arXiv:2406.04334)."""
     drops_first: bool = True
     """Towers: the first state of each image, a class token in CLIP, is left out."""
     projector_activation: str = "gelu"
@@ -61,6 +65,11 @@ class VisionConfig:
         return self.num_channels * self.patch_size**2
 
     @property
+    def row_size(self) -> int:
+        """Values that the encoder gives for a placeholder: its embedding, and what is added behind layers."""
+        return self.output_size * (1 + len(self.deepstack_layers))
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the matrices that are used."""
         width, is_tower = self.hidden_size, self.kind in ("clip", "siglip")
@@ -68,7 +77,8 @@ class VisionConfig:
         layer = 4 * width**2 + (3 if self.kind == "qwen2_5_vl" else 2) * width * self.intermediate_size
         merged = width * (len(self.feature_layers) if is_tower else self.spatial_merge_size**2)
         inner = self.output_size if is_tower else merged
-        return width * self.patch_dim + num_layers * layer + inner * (merged + self.output_size)
+        num_mergers = 1 + len(self.deepstack_layers)
+        return width * self.patch_dim + num_layers * layer + num_mergers * inner * (merged + self.output_size)
 
     @property
     def tokens_per_image(self) -> int | None:
@@ -102,6 +112,10 @@ class MediaConfig:
     mrope_section: tuple[int, int, int] | None = None
     """M-RoPE (arXiv:2409.12191): how many of the rotary_dim / 2 frequencies turn with time, height and width; None: the
     position in the text alone."""
+    mrope_interleaved: bool = False
+    """The frequencies of height and width take turns with those of time; else they come one section after another."""
+    frames_apart: bool = False
+    """Text stands between the frames of a video: every group of frames that becomes one is an item of its own."""
 
     @property
     def positions_per_token(self) -> int:

@@ -42,6 +42,13 @@ _SPARE_POSITIONS = 64
 """Rows of the rotary table past the longest request: steps that run ahead of a stop may compute a few more tokens."""
 
 
+def add_deepstack(hidden: torch.Tensor, deepstack: torch.Tensor, tokens: torch.Tensor, layer: int) -> None:
+    """Add to `hidden` [num_tokens, hidden_size], in place, what `ForwardBatch.deepstack` has for this layer."""
+    first, width = layer * hidden.shape[1], hidden.shape[1]
+    if first < deepstack.shape[1]:
+        hidden.index_add_(0, tokens, deepstack[:, first : first + width])
+
+
 class DenseDecoder:
     """Embedding, layers, norm, LM head. Constructed empty; `loader.load_model` fills and finalizes it.
 
@@ -213,6 +220,8 @@ class DenseDecoder:
         for index, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             rows = output_rows if index == last else None
             hidden, residual = layer(normed, residual, cos_sin, batch, kv_cache, rows)
+            if batch.deepstack is not None and batch.media is not None:
+                add_deepstack(hidden, batch.deepstack, batch.media.tokens, index)
             if index < last:
                 normed, residual = self.layers[index + 1].input_norm(hidden, residual)
         return hidden, residual

@@ -8,7 +8,7 @@ from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.layers.decoder_layer import DecoderLayer
 from tokenmill_kernels import ops
-from tokenmill_kernels.cpu.decoder import DecoderLayerWeights, DecoderShape, DenseDecoder
+from tokenmill_kernels.cpu.decoder import AddedRows, DecoderLayerWeights, DecoderShape, DenseDecoder
 
 KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -46,6 +46,9 @@ class FusedStack:
             self._decoder.bind_kv_caches(kv_caches)
             self._bound = kv_caches
         group = batch.groups[0]
+        added = None
+        if batch.deepstack is not None and batch.media is not None:
+            added = AddedRows(batch.media.tokens, batch.deepstack)
         return self._decoder.forward(
             batch.input_ids,
             batch.positions,
@@ -57,6 +60,7 @@ class FusedStack:
             out=out,
             embeddings=batch.embeddings,
             cos_sin=batch.cos_sin,
+            added=added,
         )
 
 

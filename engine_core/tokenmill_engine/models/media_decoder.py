@@ -9,20 +9,22 @@ import torch
 from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.config.engine import ModelConfig
-from tokenmill_engine.config.media import VisionConfig
+from tokenmill_engine.config.media import MediaConfig, VisionConfig
 from tokenmill_engine.config.stages import Stage
 from tokenmill_engine.distributed.group import ALONE, Group
+from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.models.vision.encoder import ImageInput, VisionEncoder
 from tokenmill_engine.models.vision.pixels import pixel_values
 from tokenmill_engine.models.vision.qwen import QwenVision
+from tokenmill_engine.models.vision.qwen3 import Qwen3Vision
 from tokenmill_engine.models.vision.spelling import own_name
 from tokenmill_engine.models.vision.tower import VisionTower
 
 
 class MediaDecoder(DenseDecoder):
-    """LLaVA, Qwen2-VL and Qwen2.5-VL. Every worker of the first stage has all of the encoder."""
+    """LLaVA, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Every worker of the first stage has all of the encoder."""
 
     def __init__(
         self,
@@ -37,8 +39,18 @@ class MediaDecoder(DenseDecoder):
         if config.media is None:
             raise ValueError(f"{config.architecture.name} needs to know how prompts carry images")
         self._vision = config.media.vision
-        self._mrope_section = config.media.mrope_section
+        self._turns_with = _dimensions(config.media, device)
+        if self.stage.is_first and len(self._vision.deepstack_layers) > len(self.layers):
+            raise ConfigError(
+                f"images are added behind the first {len(self._vision.deepstack_layers)} layers of "
+                f"{config.architecture.name}, which must be in the first stage; it has {len(self.layers)}"
+            )
         self.encoder = _build(self._vision, Placement(self.dtype, device)) if self.stage.is_first else None
+
+    @property
+    def row_size(self) -> int:
+        """Values of a row of an encoder's output: `MediaRows.rows`."""
+        return self._vision.row_size
 
     def targets(self) -> dict[str, Target]:
         """As in `DenseDecoder`, and those of the encoder."""
@@ -62,8 +74,8 @@ class MediaDecoder(DenseDecoder):
 
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageInput]) -> list[torch.Tensor]:
-        """What takes the place of each image's placeholders, [num_tokens, hidden_size] of the model's dtype, all images
-        in one batch.
+        """What takes the place of each image's placeholders, [num_tokens, row_size] of the model's dtype, all images in
+        one batch.
 
         Raises ValueError for pixels that the encoder does not take, RuntimeError on a later stage.
         """
@@ -106,21 +118,37 @@ class MediaDecoder(DenseDecoder):
             batch = replace(batch, positions=positions, cos_sin=cos_sin)
         if batch.media is not None and batch.embeddings is None and self.stage.is_first:
             embeddings = self.embed_tokens(batch.input_ids)
-            embeddings.index_copy_(0, batch.media.tokens, batch.media.rows)
+            rows, hidden_size = batch.media.rows, embeddings.shape[1]
+            embeddings.index_copy_(0, batch.media.tokens, rows[:, :hidden_size])
             batch = replace(batch, embeddings=embeddings)
+            if rows.shape[1] > hidden_size:
+                batch.deepstack = rows[:, hidden_size:]
         return batch
 
     def _turned(self, positions: torch.Tensor) -> torch.Tensor:
-        """int32 [3, num_tokens] -> float32 [num_tokens, rotary_dim]: each section of the frequencies at its own
-        position, cosines in front of sines."""
-        if self._mrope_section is None:
+        """int32 [3, num_tokens] -> float32 [num_tokens, rotary_dim]: each frequency at its own position, cosines in
+        front of sines."""
+        if self._turns_with is None:
             raise ValueError("the model has no positions in three dimensions")
-        sections = list(self._mrope_section) * 2
-        columns = torch.split(self.cos_sin, sections, dim=1)
-        return torch.cat([part.index_select(0, positions[index % 3]) for index, part in enumerate(columns)], dim=1)
+        return self.cos_sin.gather(0, positions.index_select(0, self._turns_with).T.long())
 
 
 def _build(vision: VisionConfig, placement: Placement) -> VisionEncoder:
     if vision.kind in ("clip", "siglip"):
         return VisionTower(vision, placement)
-    return QwenVision(vision, placement)
+    return Qwen3Vision(vision, placement) if vision.kind == "qwen3_vl" else QwenVision(vision, placement)
+
+
+def _dimensions(media: MediaConfig, device: torch.device) -> torch.Tensor | None:
+    """Of M-RoPE int32 [rotary_dim], for each cosine and sine which position it is of: 0 time, 1 height, 2 width."""
+    if media.mrope_section is None:
+        return None
+    if media.mrope_interleaved:
+        dimensions = [0] * sum(media.mrope_section)
+        for dimension in (1, 2):
+            places = range(dimension, min(3 * media.mrope_section[dimension], len(dimensions)), 3)
+            for place in places:
+                dimensions[place] = dimension
+    else:
+        dimensions = [index for index, count in enumerate(media.mrope_section) for _ in range(count)]
+    return torch.tensor(dimensions * 2, dtype=torch.int32, device=device)

@@ -68,7 +68,7 @@ class EncoderOutputs:
                 self._outputs[image.entry] = output
 
     def _encode(self, image: EncoderInput) -> torch.Tensor | None:
-        """Rows [num_tokens, hidden_size]; None if that does not work for this image."""
+        """Rows [num_tokens, row_size]; None if that does not work for this image."""
         pixels, values = (as_tensor(image.tensors[name]) for name in ("pixel_values", "values"))
         try:
             (rows,) = self._model.encode([ImageInput(pixels, image.grid, values)])
@@ -85,16 +85,16 @@ class EncoderOutputs:
     def gather(self, places: list[PlaceholderRows], query_start: NDArray[np.int32]) -> tuple[MediaRows, MissingRows]:
         """Which tokens of the batch are replaced by what, of several workers by zeros on all but one; rows of the plan
         whose images should be here and are not."""
-        device, dtype, hidden_size = self._model.device, self._model.dtype, self._model.architecture.hidden_size
+        device, dtype, row_size = self._model.device, self._model.dtype, self._model.row_size
         tokens: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-        rows = [torch.empty(0, hidden_size, dtype=dtype, device=device)]
+        rows = [torch.empty(0, row_size, dtype=dtype, device=device)]
         missing = MissingRows()
         for place in places:
             output = self._outputs.get(place.entry)
             if output is not None:
                 rows.append(output[place.first : place.first + place.count])
             elif place.entry in self._elsewhere:
-                rows.append(torch.zeros(place.count, hidden_size, dtype=dtype, device=device))
+                rows.append(torch.zeros(place.count, row_size, dtype=dtype, device=device))
             else:
                 missing.add(place.row, place.entry)
                 continue

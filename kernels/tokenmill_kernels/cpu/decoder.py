@@ -69,6 +69,16 @@ class DecoderLayerWeights:
     window: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AddedRows:
+    """What is added to some tokens behind each of the first layers."""
+
+    tokens: torch.Tensor
+    """int64 [num_rows], no two alike."""
+    rows: torch.Tensor
+    """[num_rows, num_layers * hidden_size] of the decoder's type: for every layer its values. Rows may lie apart."""
+
+
 class DenseDecoder:
     """Token ids in, final-normed hidden states out. Calls of `forward` must not overlap."""
 
@@ -161,6 +171,7 @@ class DenseDecoder:
         out: torch.Tensor | None = None,
         embeddings: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
+        added: AddedRows | None = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm: [T, hidden], or [len(output_rows), hidden] for those rows alone.
 
@@ -168,7 +179,7 @@ class DenseDecoder:
         `output_rows` int32, ascending: the last layer then does no more work than these rows need.
         Writes the keys and values of the step to the bound caches, and the result to `out` if that is given.
         `embeddings` [T, hidden] take the place of the rows of `input_ids`; `cos_sin`, float32 [any, rotary_dim], takes
-        that of the table whose rows `positions` name.
+        that of the table whose rows `positions` name. `added` is for fewer layers than there are.
         """
         if self._handle is None:
             raise RuntimeError("bind_kv_caches must come before forward")
@@ -185,6 +196,7 @@ class DenseDecoder:
             out = torch.empty(shape, dtype=self.dtype)
         elif out.shape != shape or out.dtype != self.dtype or not out.is_contiguous():
             raise ValueError(f"expected an output {list(shape)} of {self.dtype}, got {list(out.shape)} of {out.dtype}")
+        num_added_layers = self._num_added_layers(added)
         step = StepStruct(
             input_ids=input_ids.data_ptr(),
             positions=positions.data_ptr(),
@@ -193,6 +205,11 @@ class DenseDecoder:
             out=out.data_ptr(),
             embeddings=None if embeddings is None else embeddings.data_ptr(),
             cos_sin=None if cos_sin is None else cos_sin.data_ptr(),
+            added=None if added is None else added.rows.data_ptr(),
+            added_tokens=None if added is None else added.tokens.data_ptr(),
+            added_stride=0 if added is None else added.rows.stride(0),
+            num_added=0 if added is None else len(added.tokens),
+            num_added_layers=num_added_layers,
             num_tokens=input_ids.shape[0],
             num_outputs=outputs.shape[0],
             attention=batch_struct(query_start_loc, seq_lens, block_tables),
@@ -201,6 +218,19 @@ class DenseDecoder:
         assert library is not None
         check(library.tokenmill_decoder_forward(self._handle, step))
         return out
+
+    def _num_added_layers(self, added: AddedRows | None) -> int:
+        if added is None:
+            return 0
+        tokens, rows, hidden_size = added.tokens, added.rows, self.shape.hidden_size
+        if tokens.dtype != torch.int64 or not tokens.is_contiguous() or len(tokens) != len(rows):
+            raise TypeError(f"expected an int64 token for each of {len(rows)} added rows")
+        if rows.dtype != self.dtype or rows.stride(1) != 1 or rows.shape[1] % hidden_size:
+            raise TypeError(f"expected added rows of {self.dtype} for layers of {hidden_size}, got {list(rows.shape)}")
+        num_layers = rows.shape[1] // hidden_size
+        if num_layers >= self.shape.num_layers:
+            raise ValueError(f"rows are added behind fewer than {self.shape.num_layers} layers, not {num_layers}")
+        return num_layers
 
     def _check_rows(self, rows: torch.Tensor | None, least: int, width: int, dtype: torch.dtype) -> None:
         if rows is None or (

@@ -15,7 +15,7 @@ from tokenmill_engine.config.media import MediaConfig
 
 pytestmark = pytest.mark.slow
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "qwen2_vl", "qwen2_5_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 NUM_OUTPUT = 8
 SETTINGS = {
     "all-at-once": SchedulerConfig(explicit_budget=True, max_num_batched_tokens=512),

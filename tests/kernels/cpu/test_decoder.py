@@ -8,7 +8,7 @@ import torch
 
 from tests.support.kernel_inputs import cos_sin_table, relative_error
 from tokenmill_kernels import ops, reference
-from tokenmill_kernels.cpu.decoder import DecoderLayerWeights, DecoderShape, DenseDecoder
+from tokenmill_kernels.cpu.decoder import AddedRows, DecoderLayerWeights, DecoderShape, DenseDecoder
 from tokenmill_kernels.cpu.packed import pack
 
 VOCAB_SIZE = 97
@@ -113,6 +113,7 @@ class Stacks:
         output_rows: torch.Tensor | None = None,
         embeddings: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
+        added: AddedRows | None = None,
     ) -> torch.Tensor:
         return self.fused.forward(
             step.input_ids,
@@ -124,12 +125,14 @@ class Stacks:
             output_rows=output_rows,
             embeddings=embeddings,
             cos_sin=cos_sin,
+            added=added,
         )
 
-    def run_reference(self, step: Step) -> torch.Tensor:
+    def run_reference(self, step: Step, added: AddedRows | None = None) -> torch.Tensor:
         eps = self.shape.rms_norm_eps
         residual = reference.embedding(step.input_ids, self.embedding)
-        for layer, caches in zip(self.layers, self.caches, strict=True):
+        behind = [] if added is None else added.rows.split(self.shape.hidden_size, dim=1)
+        for index, (layer, caches) in enumerate(zip(self.layers, self.caches, strict=True)):
             normed = reference.rms_norm(residual, self._cast(layer.input_norm), eps)
             residual = residual + self._attention(normed, layer, caches, step)
             normed = reference.rms_norm(residual, self._cast(layer.post_attention_norm), eps)
@@ -137,6 +140,8 @@ class Stacks:
             up = reference.linear(normed, self._cast(layer.up), layer.up_bias)
             gated = reference.silu_mul(torch.cat((gate, up), dim=1))
             residual = residual + reference.linear(gated, self._cast(layer.down), layer.down_bias)
+            if added is not None and index < len(behind):
+                residual[added.tokens] += behind[index]
         return reference.rms_norm(residual, self.final_norm, eps)
 
     def _attention(
@@ -292,6 +297,36 @@ def test_a_step_may_bring_embeddings_and_a_rotary_table_of_its_own(dtype: torch.
     assert not torch.equal(stacks.run_fused(step, embeddings=embeddings, cos_sin=cos_sin.flip(0)), plain)
     step.input_ids, step.positions = ids, positions
     assert torch.equal(stacks.run_fused(step), plain)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_step_may_add_to_some_tokens_behind_the_first_layers(num_layers: int) -> None:
+    stacks = make_stacks()
+    step = make_step(MIXED)
+    count = len(step.input_ids)
+    tokens = torch.randperm(count)[: count // 2]
+    wide = torch.randn(len(tokens), (num_layers + 1) * SHAPE.hidden_size)
+    added = AddedRows(tokens, wide[:, SHAPE.hidden_size :])
+    expected = stacks.run_reference(step, added)
+    assert relative_error(stacks.run_fused(step, added=added), expected) < TOLERANCE[torch.float32]
+    rows = torch.tensor([3, 20, 70], dtype=torch.int32)
+    assert relative_error(stacks.run_fused(step, rows, added=added), expected[rows]) < TOLERANCE[torch.float32]
+    assert (stacks.run_fused(step) - expected).abs().max() > 0.1
+
+
+def test_what_is_added_is_checked() -> None:
+    stacks = make_stacks()
+    step = make_step([(3, 3)])
+    width, tokens = SHAPE.hidden_size, torch.arange(2)
+    with pytest.raises(TypeError, match="int64 token for each of 3"):
+        stacks.run_fused(step, added=AddedRows(tokens, torch.zeros(3, width)))
+    with pytest.raises(TypeError, match="int64 token"):
+        stacks.run_fused(step, added=AddedRows(tokens.int(), torch.zeros(2, width)))
+    for rows in (torch.zeros(2, width - 1), torch.zeros(2, width).half(), torch.zeros(width, 2).T):
+        with pytest.raises(TypeError, match="added rows of"):
+            stacks.run_fused(step, added=AddedRows(tokens, rows))
+    with pytest.raises(ValueError, match="fewer than 3 layers, not 3"):
+        stacks.run_fused(step, added=AddedRows(tokens, torch.zeros(2, 3 * width)))
 
 
 def test_embeddings_and_tables_of_another_type_or_width_are_refused() -> None:

@@ -81,9 +81,9 @@ class QwenVision:
     def encode(self, images: Sequence[ImageInput]) -> list[torch.Tensor]:
         """As in `VisionEncoder`; "pixel_values" [num_patches, patch_dim] with a grid."""
         config, unit = self._config, self._config.spatial_merge_size**2
-        grids = [self._checked_grid(image) for image in images]
+        grids = [checked_grid(image, config) for image in images]
         pixels = torch.cat([image.pixel_values for image in images]).to(self._device, self._dtype)
-        x, rotation = self._patches(pixels), self._rotation(grids)
+        x, rotation = self._patches(pixels), turned_by_place(grids, config, self._device)
         whole_frames = windows = PackedRuns(frame_lengths(grids), self._device)
         order: torch.Tensor | None = None
         if config.window_size is not None:
@@ -101,20 +101,23 @@ class QwenVision:
             merged = torch.empty_like(merged).index_copy_(0, order, merged)
         return list(torch.split(merged, [time * height * width // unit for time, height, width in grids]))
 
-    def _checked_grid(self, image: ImageInput) -> Grid:
-        grid, shape, merge = image.grid, image.pixel_values.shape, self._config.spatial_merge_size
-        if grid is None or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
-            raise ValueError(f"an image needs a grid whose height and width are multiples of {merge}, not {grid}")
-        expected = (grid[0] * grid[1] * grid[2], self._config.patch_dim)
-        if shape != expected:
-            raise ValueError(f"an image of grid {grid} has pixels {list(expected)}, not {list(shape)}")
-        return grid
 
-    def _rotation(self, grids: Sequence[Grid]) -> Rotation:
-        """The first half of each head's frequencies turns with the row of a patch, the second with its column."""
-        half = self._config.head_dim // 2
-        frequencies = 1.0 / (_THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
-        places = torch.from_numpy(patch_places(grids, self._config.spatial_merge_size))
-        angles = (places[:, :, None] * frequencies).flatten(1).to(self._device)
-        both = torch.cat((angles, angles), dim=-1)[:, None]
-        return both.cos(), both.sin()
+def checked_grid(image: ImageInput, config: VisionConfig) -> Grid:
+    """Raises ValueError if it does not fit the pixels or what is merged."""
+    grid, shape, merge = image.grid, image.pixel_values.shape, config.spatial_merge_size
+    if grid is None or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+        raise ValueError(f"an image needs a grid whose height and width are multiples of {merge}, not {grid}")
+    expected = (grid[0] * grid[1] * grid[2], config.patch_dim)
+    if shape != expected:
+        raise ValueError(f"an image of grid {grid} has pixels {list(expected)}, not {list(shape)}")
+    return grid
+
+
+def turned_by_place(grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> Rotation:
+    """The first half of each head's frequencies turns with the row of a patch, the second with its column."""
+    half = config.head_dim // 2
+    frequencies = 1.0 / (_THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+    places = torch.from_numpy(patch_places(grids, config.spatial_merge_size))
+    angles = (places[:, :, None] * frequencies).flatten(1).to(device)
+    both = torch.cat((angles, angles), dim=-1)[:, None]
+    return both.cos(), both.sin()

@@ -132,6 +132,13 @@ typedef struct {
   void* out;                  /* [num_outputs, hidden_size] */
   const void* embeddings;     /* [num_tokens, hidden_size] instead of the rows of `input_ids`; null for these */
   const float* cos_sin;       /* what `positions` name rows of, instead of the decoder's own table; null for that */
+  /* Behind layer l of the first `num_added_layers`, fewer than there are, the `hidden_size` values that begin at
+   * added + r * added_stride + l * hidden_size are added to token added_tokens[r] (no two alike). */
+  const void* added;
+  const int64_t* added_tokens;
+  int64_t added_stride;
+  int32_t num_added;
+  int32_t num_added_layers;
   int32_t num_tokens;
   int32_t num_outputs;
   TokenmillAttentionBatch attention;

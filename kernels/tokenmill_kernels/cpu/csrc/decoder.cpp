@@ -90,6 +90,7 @@ class DecoderOf final : public Decoder {
       for (int index = 0; index + 1 < shape_.num_layers; ++index) {
         attend_layer(worker, step, batch, plan_, layers_[index]);
         feed_forward(worker, layers_[index], attended_, residual_, step.num_tokens);
+        if (index < step.num_added_layers) add(worker, step, index);
       }
       const TokenmillDecoderLayer& last = layers_.back();
       attend_layer(worker, step, batch, last_plan_, last);
@@ -199,6 +200,17 @@ class DecoderOf final : public Decoder {
                            inner});
     multiply(worker, Rows<T>{gated_, inner, num_rows}, matrix(layer.down, hidden, inner),
              AddToResidual<T>{residual, static_cast<const T*>(layer.down_bias), hidden});
+  }
+
+  // What the step brings for some tokens behind this layer.
+  void add(Worker& worker, const TokenmillStep& step, int layer) {
+    const ptrdiff_t hidden = shape_.hidden_size;
+    for_rows(worker, step.num_added, [&](int row) {
+      const T* from = static_cast<const T*>(step.added) + row * static_cast<ptrdiff_t>(step.added_stride) +
+                      layer * hidden;
+      float* to = residual_ + static_cast<ptrdiff_t>(step.added_tokens[row]) * hidden;
+      for (ptrdiff_t i = 0; i < hidden; ++i) to[i] += convert<float>(from[i]);
+    });
   }
 
   // Only the wanted rows go on after the last attention.
