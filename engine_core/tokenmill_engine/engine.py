@@ -15,9 +15,10 @@ import numpy as np
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError, RequestError
-from tokenmill_engine.ipc.ids import client_of
+from tokenmill_engine.ipc.ids import client_of, is_of
 from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.kv_cache.manager import KVCacheManager
+from tokenmill_engine.media_store import MediaStore
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -27,6 +28,7 @@ from tokenmill_engine.messages import (
     Finish,
     FinishReason,
     Hello,
+    MediaMissing,
     ReportsMissed,
     StepOutput,
 )
@@ -92,6 +94,9 @@ class EngineCore:
             config.scheduler, self._budget, kv, self._limits.max_model_len, config.model.eos_token_ids, num_stages
         )
         self._seeds = random.Random(f"{config.model.seed}/{config.rank_of(engine)}")
+        self.media = MediaStore(config.media_store_bytes)
+        self._awaited: set[int] = set()
+        """Requests that are to come again, with their media."""
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._outbox: list[Output] = []
         self._reporter = Reporter(engine, kv.pool, journal, counts_requests=self._is_balanced)
@@ -113,12 +118,12 @@ class EngineCore:
             case AbortRequests(request_ids=request_ids, reason=reason):
                 self._abort(request_ids, reason)
             case ClientGone(client=client, incarnation=incarnation):
-                self._abort(self.scheduler.request_ids_of(client, incarnation), FinishReason.ABORT)
+                self._abort_all(client, incarnation)
                 self._reporter.remove_listener(client, incarnation)
             case ReportsMissed(client=client, incarnation=incarnation):
                 self._reporter.begin_anew(client, incarnation)
             case Hello(client=client, incarnation=incarnation):
-                self._abort(self.scheduler.request_ids_of(client, incarnation), FinishReason.ABORT)
+                self._abort_all(client, incarnation)
                 is_new = self._reporter.add_listener(client, incarnation)
                 # Not one that connects again, or takes the place of another, long after the start.
                 if self._ready is not None and is_new and incarnation == 0:
@@ -151,18 +156,27 @@ class EngineCore:
         self._executor.shutdown()
 
     def _add(self, message: AddRequest) -> None:
-        self._reporter.count_request(message.request_id)
+        if message.request_id in self._awaited:
+            self._awaited.discard(message.request_id)
+        else:
+            self._reporter.count_request(message.request_id)
         if self.scheduler.find(message.request_id) is not None:
             logger.error("request id %d is in use already; the second one is dropped", message.request_id)
             return
+        media = self.media.complete(message.media)
+        if media is None:
+            self._awaited.add(message.request_id)
+            self._outbox.append((client_of(message.request_id), MediaMissing(self._engine, [message.request_id])))
+            return
         try:
-            request = build_request(message, self._limits, self._seeds)
+            request = build_request(msgspec.structs.replace(message, media=media), self._limits, self._seeds)
         except RequestError as error:
             logger.warning("request %s (%d) refused: %s", message.label, message.request_id, error)
             self._recorder.record_refusal()
             self._tell_refused(message.request_id, error.message)
             return
         request.queued_time = time.monotonic()
+        self.media.hold(request.request_id, request.media)
         self.scheduler.add(request)
 
     def _tell_refused(self, request_id: int, message: str) -> None:
@@ -177,10 +191,18 @@ class EngineCore:
         )
         self._outbox.append((client, output))
 
+    def _abort_all(self, client: int, incarnation: int) -> None:
+        """This incarnation of an API server wants nothing any more."""
+        request_ids = [*self.scheduler.request_ids_of(client, incarnation)]
+        request_ids += [each for each in self._awaited if is_of(each, client, incarnation)]
+        self._abort(request_ids, FinishReason.ABORT)
+
     def _abort(self, request_ids: list[int], reason: FinishReason) -> None:
         for request_id in request_ids:
+            self._awaited.discard(request_id)
             request = self.scheduler.abort(request_id, reason)
             if request is not None:
+                self.media.release(request_id)
                 logger.debug("request %s (%d) ended by its client: %s", request.label, request_id, reason)
                 self._recorder.record_finish(request, time.monotonic())
 
@@ -204,6 +226,8 @@ class EngineCore:
         except EngineError as error:
             logger.error("step %d failed, its %d requests end with an error: %s", plan.step, plan.num_reqs, error)
             outcome = self.scheduler.fail_step(plan, error.message)
+        for request, _ in outcome.finished.values():
+            self.media.release(request.request_id)
         self._recorder.record_step(plan, outcome, self.scheduler)
         return outcome
 

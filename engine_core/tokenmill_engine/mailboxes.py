@@ -17,7 +17,14 @@ import zmq
 from tokenmill_engine.ipc.ids import client_identity, incarnation_of
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint
-from tokenmill_engine.messages import ClientMessage, EngineMessage, StepOutput
+from tokenmill_engine.messages import (
+    BlockEvents,
+    ClientMessage,
+    EngineMessage,
+    LoadReport,
+    MediaMissing,
+    StepOutput,
+)
 from tokenmill_engine.reports import Output
 
 logger = logging.getLogger(__name__)
@@ -150,7 +157,7 @@ class Outbox:
 
     def _send_or_keep(self, client: int, message: EngineMessage) -> None:
         backlog = self._backlogs.get(client)
-        if backlog is not None and backlog.is_full and not isinstance(message, StepOutput):
+        if backlog is not None and backlog.is_full and isinstance(message, LoadReport | BlockEvents):
             backlog.missed = message.incarnation
             return
         frame = self._encoder.encode(message)
@@ -224,4 +231,6 @@ def _incarnation_addressed(message: EngineMessage) -> int:
     """The incarnation of the API server that the message is for."""
     if isinstance(message, StepOutput):
         return incarnation_of(int.from_bytes(message.request_ids[:8], "little"))
+    if isinstance(message, MediaMissing):
+        return incarnation_of(message.request_ids[0])
     return message.incarnation

@@ -94,7 +94,8 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     """Patches in time, height and width, before merging; None for models with one size of image. Images have one in
     time."""
     tensors: dict[str, MediaTensor]
-    """`pixel_values` uint8: [num_patches, num_channels * patch_size**2] for an image (Qwen2-VL; the encoder repeats it
+    """Empty: the engine core is believed to have them under this key; one that has not answers `MediaMissing`.
+    `pixel_values` uint8: [num_patches, num_channels * patch_size**2] for an image (Qwen2-VL; the encoder repeats it
     in time), [num_patches, num_channels * temporal_patch_size * patch_size**2] for a video, or [3, height, width]
     (LLaVA).
     `values` float32 [3, 256]: what each pixel of each channel becomes."""
@@ -226,6 +227,14 @@ class LoadReport(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Of the API server that it is meant for."""
 
 
+class MediaMissing(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """These requests were not added: some of their media came without tensors, and the engine has none under their
+    keys. They are to be sent again, with all tensors. All are of one incarnation of one API server."""
+
+    engine: int
+    request_ids: list[int]
+
+
 class BlockEvents(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Which blocks an engine's prefix cache has gained and lost since the last such message to this API server. Comes
     after the outputs of the steps it covers. No name is in both; neither order of applying them is wrong.
@@ -242,7 +251,7 @@ class BlockEvents(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """`stored` is all there is; forget what was known before."""
 
 
-EngineMessage = StepOutput | LoadReport | BlockEvents
+EngineMessage = StepOutput | LoadReport | BlockEvents | MediaMissing
 
 
 class Endpoints(msgspec.Struct, frozen=True):

@@ -266,6 +266,7 @@ class FrontendMetrics:
             *_REQUEST_SUCCESS, [engine | {"finished_reason": str(FinishReason.ERROR)} for engine in engines]
         )
         """Requests that ended with their engine core: what it has counted stays, and it cannot count these."""
+        self._add_media(SeriesBuilder(prefixes, {"model_name": model_name, "engine": str(first_rank)}, registry))
         rejections = SeriesBuilder(prefixes, {}, registry).counters(
             "admission_rejections_total",
             "Requests refused because a queue limit was reached; there is no such limit, so always 0.",
@@ -273,6 +274,16 @@ class FrontendMetrics:
         )
         self.admission_rejections = dict(zip(_REJECTION_REASONS, rejections, strict=True))
         self._add_http(registry)
+
+    def _add_media(self, first: SeriesBuilder) -> None:
+        """On the first engine core: an item is looked up before one is chosen."""
+        self._mm_cache_queries = first.counter(
+            "mm_cache_queries_total",
+            "Media looked up in a cache of prepared ones; all are counted on the first engine.",
+        )
+        self._mm_cache_hits = first.counter(
+            "mm_cache_hits_total", "Media found there, or just being prepared for another request."
+        )
 
     def _add_http(self, registry: CollectorRegistry) -> None:
         self._http_requests = Counter(
@@ -285,6 +296,12 @@ class FrontendMetrics:
             registry=registry,
             buckets=HTTP_DURATION_BUCKETS,
         )
+
+    def count_media_lookup(self, was_known: bool) -> None:
+        """An image or a video was looked up in a cache of prepared ones."""
+        self._mm_cache_queries.inc()
+        if was_known:
+            self._mm_cache_hits.inc()
 
     def observe_http(self, handler: str, method: str, status: int, duration_s: float) -> None:
         """One finished HTTP request; `handler` is the route's path template, `none` for unknown paths."""

@@ -147,7 +147,9 @@ def build_context(start: ApiServerStart) -> ServerContext:
         fingerprint=_fingerprint(start),
         metrics=metrics,
         metrics_dir=os.environ["PROMETHEUS_MULTIPROC_DIR"],
-        images=make_image_chats(inputs, start.engine, config.media),
+        images=make_image_chats(
+            inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup
+        ),
     )
 
 
@@ -209,6 +211,8 @@ class ApiServer:
                     self._begin(self._serve(server))
                 case EngineLost() as lost:
                     self._engines.lost(lost)
+                    if self._context.images is not None:
+                        self._context.images.engine_lost()
                 case EngineStalled() | EngineRecovered() as change:
                     self._engines.stalls(change)
                 case MetricsFetched(number=number) if self._context.remote_metrics is not None:

@@ -26,6 +26,7 @@ from tokenmill_engine.messages import (
     FinishReason,
     Hello,
     LoadReport,
+    MediaMissing,
     StepOutput,
 )
 from tokenmill_server.balancing.load_balancer import LoadBalancer
@@ -70,6 +71,8 @@ class EngineClient:
     ) -> None:
         self.balancer = balancer
         self.on_output = on_output or _ignore
+        self.on_media_missing: Callable[[MediaMissing], None] = _nothing_missing
+        """Called when an engine core wants requests again, with the tensors of their media."""
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out what had come."""
         self.on_connection_broken: Callable[[EngineReady], None] = _nobody_reconnects
@@ -169,11 +172,15 @@ class EngineClient:
 
     def add(self, engine: int, requests: Sequence[AddRequest], prompt: PromptBlocks) -> None:
         """Hands the sequences of a prompt to `engine`. Raises EngineDeadError if it is gone."""
+        self.add_again(engine, requests)
+        self.balancer.sent(engine, prompt)
+
+    def add_again(self, engine: int, requests: Sequence[AddRequest]) -> None:
+        """Hands sequences to `engine` that it had to give back. Raises EngineDeadError if it is gone."""
         self._check_connected(engine)
         for request in requests:
             if not self._send(engine, request):
                 raise EngineDeadError(f"engine core {engine} is gone")
-        self.balancer.sent(engine, prompt)
 
     def abort(self, engine: int, request_ids: list[int], reason: FinishReason) -> None:
         """Makes `engine` forget requests; no output of theirs follows."""
@@ -252,6 +259,9 @@ class EngineClient:
         if isinstance(message, BlockEvents):
             self.balancer.blocks_changed(message.engine, message.stored, message.removed, message.is_snapshot)
             return
+        if isinstance(message, MediaMissing):
+            self.on_media_missing(message)
+            return
         self.balancer.reported(message.engine, message.load)
         if isinstance(message, LoadReport):
             return
@@ -281,6 +291,10 @@ def _option(socket: "zmq.Socket[bytes]", option: int) -> int:
 
 def _ignore(output: StepOutput) -> None:
     """Outputs of a client that nobody listens to."""
+
+
+def _nothing_missing(message: MediaMissing) -> None:
+    """Where no request has media."""
 
 
 def _nobody_reconnects(ready: EngineReady) -> None:

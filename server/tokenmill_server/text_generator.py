@@ -16,12 +16,14 @@ from tokenmill_engine.messages import (
     EngineReady,
     Finish,
     FinishReason,
+    MediaItem,
     SamplingParams,
     StepOutput,
     TokenLogprobs,
 )
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.media_resending import MediaResender
 from tokenmill_server.processing.collector import Collector
 from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
 from tokenmill_server.processing.output_processor import Choice, Generation, OutputListener
@@ -44,6 +46,8 @@ class TextGenerator:
         """By engine: sequences that have failed because its connection broke. One that lives counts them itself, as
         aborted, when it is greeted again."""
         client.on_output = self._on_step
+        self._resender = MediaResender(self._choices, self._send_again, self.fail)
+        client.on_media_missing = self._resender.missing
 
     async def connect(self, engine: EngineReady) -> None:
         """Connects to an engine core. Raises EngineDeadError if it is gone or does not answer."""
@@ -90,7 +94,9 @@ class TextGenerator:
         generation = Generation(request, listener, self._tokenizer, engine)
         for choice in generation.choices:
             choice.request_id = self._client.new_request_id()
-        self._client.add(engine, _engine_requests(generation), prompt)
+        supply = request.media_supply
+        media = request.media if supply is None else supply.outgoing()
+        self._client.add(engine, _engine_requests(generation, generation.choices, media), prompt)
         for choice in generation.choices:
             self._choices[choice.request_id] = choice
         return generation
@@ -100,6 +106,7 @@ class TextGenerator:
         open_ids = [choice.request_id for choice in generation.choices if choice.request_id in self._choices]
         for request_id in open_ids:
             del self._choices[request_id]
+        self._resender.give_up(generation)
         self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
 
     def close_generation(self, generation: Generation) -> None:
@@ -166,6 +173,9 @@ class TextGenerator:
         """Ends one generation with `error`."""
         self.abort(generation)
         generation.listener.on_error(error)
+
+    def _send_again(self, generation: Generation, choices: Sequence[Choice], media: tuple[MediaItem, ...]) -> None:
+        self._client.add_again(generation.engine, _engine_requests(generation, choices, media))
 
     # --- outputs of a step ----------------------------------------------------------------------------------------
 
@@ -234,6 +244,7 @@ class TextGenerator:
             step.latencies.append(step.time - choice.last_token_time)
         else:
             generation = choice.generation
+            generation.answered()
             if generation.first_token_time is None:
                 generation.first_token_time = step.time
                 if self._metrics is not None:
@@ -272,8 +283,11 @@ def _results(finished: Sequence[tuple[Generation, Collector]]) -> list[RequestOu
     return [collector.result(generation) for generation, collector in finished]
 
 
-def _engine_requests(generation: Generation) -> list[AddRequest]:
-    """One request per choice. The choices of a seeded request have consecutive seeds."""
+def _engine_requests(
+    generation: Generation, choices: Sequence[Choice], media: tuple[MediaItem, ...]
+) -> list[AddRequest]:
+    """One request per choice. The choices of a seeded request have consecutive seeds. `media` travel with the first; by
+    the time that the others arrive, the engine core has their tensors."""
     request = generation.request
     prompt_token_ids = array("i", request.prompt_token_ids).tobytes()
     sampling = msgspec.structs.replace(request.sampling, n=1, stop=(), bad_words=())
@@ -286,9 +300,9 @@ def _engine_requests(generation: Generation) -> list[AddRequest]:
             arrival_time=request.arrival_time,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            media=request.media,
+            media=media if choice is choices[0] else request.media,
         )
-        for choice in generation.choices
+        for choice in choices
     ]
 
 

@@ -24,6 +24,7 @@ from tokenmill_engine.messages import (
     BlockEvents,
     EngineLoad,
     EngineMessage,
+    MediaMissing,
     SamplingParams,
     StepOutput,
 )
@@ -255,6 +256,7 @@ class Cluster:
         if isinstance(message, BlockEvents):
             balancer.blocks_changed(message.engine, message.stored, message.removed, message.is_snapshot)
             return
+        assert not isinstance(message, MediaMissing)
         balancer.reported(message.engine, message.load)
         if isinstance(message, StepOutput):
             request_ids = memoryview(message.request_ids).cast("q").tolist()

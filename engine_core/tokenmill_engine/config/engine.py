@@ -115,6 +115,8 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    media_store_bytes: int = 0
+    """Prepared media that an engine core keeps for later requests when nobody needs them at the moment."""
     data_parallel_size: int = 1
     """Engine cores that one API server chooses from. Processes know them as engines 0 to size - 1."""
     data_parallel_size_local: int = 1

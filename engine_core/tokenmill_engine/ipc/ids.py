@@ -44,6 +44,11 @@ def is_incarnation(request_id: int, incarnation: int) -> bool:
     return incarnation_of(request_id) == incarnation & (1 << _INCARNATION_BITS) - 1
 
 
+def is_of(request_id: int, client: int, incarnation: int) -> bool:
+    """Whether this incarnation of API server `client` made the id."""
+    return client_of(request_id) == client and is_incarnation(request_id, incarnation)
+
+
 def client_identity(client: int) -> bytes:
     """ZeroMQ routing id of API server `client`. Never starts with a zero byte: ZeroMQ reserves those."""
     return b"c" + struct.pack("<I", client)

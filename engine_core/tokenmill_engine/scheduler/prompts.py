@@ -1,7 +1,5 @@
 """Work on prompts that is done once for requests that have the same one: the choices of one API request."""
 
-import weakref
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,21 +16,16 @@ class LastPrompt:
         self._token_ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._cache_key = CacheKey()
         self._hashes: list[BlockHash] = []
-        self._request: weakref.ref[Request] | None = None
-        """Whose images they are: these are large, and not kept for a request that may never come."""
 
     def share_with(self, request: Request) -> None:
         """Name the full blocks of the request's prompt; if it is the last prompt again, the request takes that one's
-        array and images in place of its own."""
+        array in place of its own."""
         known = request.cache_key == self._cache_key and np.array_equal(request.prompt_token_ids, self._token_ids)
         if known:
             request.prompt_token_ids = self._token_ids
-            sibling = self._request() if self._request is not None else None
-            request.media = request.media if sibling is None else sibling.media
         else:
             self._token_ids, self._cache_key = request.prompt_token_ids, request.cache_key
             if self._hash_blocks:
                 self._hashes = hash_full_blocks(request.prompt_token_ids, self._block_size, request.cache_key)
-        self._request = weakref.ref(request)
         # A copy: names of generated blocks are appended to it.
         request.block_hashes = list(self._hashes)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.block_hash import hash_block
 from tokenmill_engine.config.engine import SchedulerConfig
-from tokenmill_engine.ipc.ids import client_of, is_incarnation
+from tokenmill_engine.ipc.ids import is_of
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.messages import EngineLoad, FinishReason
 from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPlan, StepResult
@@ -89,7 +89,7 @@ class Scheduler:
 
     def request_ids_of(self, client: int, incarnation: int) -> list[int]:
         """Unfinished requests of one incarnation of an API server."""
-        return [each for each in self._requests if client_of(each) == client and is_incarnation(each, incarnation)]
+        return [each for each in self._requests if is_of(each, client, incarnation)]
 
     def add(self, request: Request) -> None:
         """A new request waits.

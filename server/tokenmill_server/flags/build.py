@@ -23,7 +23,7 @@ from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.config import Configuration, DataParallelConfig, FaultConfig, LoadBalancing, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
-from tokenmill_server.flags.media_settings import resolve_media
+from tokenmill_server.flags.media_settings import resolve_media, resolve_placement
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.flags.workers import engines_flag, resolve_workers
@@ -62,6 +62,9 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     _check_tokenizer(files)
     _check_memory(values, files, device, dtype, (parallel.size_local, workers.world_size))
     names = values["served_model_name"] or (files.name,)
+    api_servers = _api_servers(values, device, parallel, offline=offline)
+    server = _server_config(values, files, names, api_servers)
+    caches = resolve_placement(server.media, files, api_servers, len(parallel.served_ranks))
     engine = EngineConfig(
         model=_model_config(values, files, load_format, dtype),
         cache=CacheConfig(**_section(values, "cache")),
@@ -69,12 +72,11 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
         device=_device_config(values, files, device, dtype, parallel.size_local * workers.world_size),
         observability=_observability_config(values, names[0]),
         parallel=workers,
+        media_store_bytes=0 if caches is None else caches.engine_bytes,
         data_parallel_size=len(parallel.served_ranks),
         data_parallel_size_local=parallel.size_local,
         data_parallel_first_rank=parallel.served_ranks.start,
     )
-    api_servers = _api_servers(values, device, parallel, offline=offline)
-    server = _server_config(values, files, names, api_servers)
     return Configuration(engine, server, parallel, _fault_config(values, device, len(parallel.served_ranks)))
 
 

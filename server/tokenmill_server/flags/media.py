@@ -5,12 +5,13 @@ import math
 from typing import Any
 
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
-from tokenmill_server.flags.parsers import boolean, integer, number, path_text, text_list
+from tokenmill_server.flags.parsers import boolean, integer, number, one_of, path_text, text_list
 from tokenmill_server.multimodal.settings import MIB, MediaSettings
 
 _OTHER_MODALITIES = ("video", "audio")
 _WANTED = 'how many images a request may have, such as {"image": 4}'
 _MAX_THREADS = 1024
+_MAX_CACHE_GB = 1 << 20
 _DEFAULTS = MediaSettings()
 
 
@@ -55,6 +56,25 @@ def domain_list(value: object) -> tuple[str, ...]:
 
 
 MEDIA = (
+    Flag(
+        "mm-processor-cache-gb",
+        Group.MULTIMODAL,
+        number(0, _MAX_CACHE_GB),
+        _DEFAULTS.cache_gb,
+        "GiB of each cache of prepared images, which are prepared and sent once while they are in it: one for an API "
+        "server with one engine core, else one in each API server; 0: none",
+        "media.cache_gb",
+        metavar="GIB",
+    ),
+    Flag(
+        "mm-processor-cache-type",
+        Group.MULTIMODAL,
+        one_of("lru", refused={"shm": "caches in shared memory are not there yet; leave it out, or use lru"}),
+        _DEFAULTS.cache_type,
+        "Kind of these caches: lru lets go of what was not used for longest",
+        "media.cache_type",
+        metavar="TYPE",
+    ),
     Flag(
         "limit-mm-per-prompt",
         Group.MULTIMODAL,

@@ -1,5 +1,6 @@
 """What is checked of the flags of images before anything loads."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 from tokenmill_engine.config.model_files import ModelFiles
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.multimodal.image_options import read_image_options
+from tokenmill_server.multimodal.placement import CachePlacement, place_caches
 from tokenmill_server.multimodal.settings import MediaSettings
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_media(fields: dict[str, Any], files: ModelFiles, stated_path: str) -> MediaSettings:
@@ -24,3 +28,14 @@ def resolve_media(fields: dict[str, Any], files: ModelFiles, stated_path: str) -
     if files.media is not None and settings.max_images > 0:
         read_image_options(Path(files.path), files.media)
     return settings
+
+
+def resolve_placement(
+    settings: MediaSettings, files: ModelFiles, num_api_servers: int, num_engines: int
+) -> CachePlacement | None:
+    """Where prepared media are remembered, which the log is told; None: there are no media."""
+    if files.media is None or settings.max_images == 0:
+        return None
+    placement = place_caches(settings, num_api_servers, num_engines)
+    logger.info("%s", placement.describe())
+    return placement

@@ -108,9 +108,8 @@ _ROWS = [
     # Multimodal, LoRA, speculation, structured output
     _value("media-io-kwargs", "{}"),
     _value("mm-processor-kwargs", "{}", "none"),
-    _value("mm-processor-cache-gb", "0", "0.0", remark="prepared images are not kept yet"),
     _value("mm-hasher-algorithm", "blake3"),
-    *_values("mm-processor-cache-type", "mm-shm-cache-max-object-size-mb", "mm-encoder-tp-mode", "video-pruning-rate"),
+    *_values("mm-shm-cache-max-object-size-mb", "mm-encoder-tp-mode", "video-pruning-rate"),
     *_switches("false", "enable-mm-embeds", "skip-mm-profiling", "interleave-mm-strings"),
     _switch("language-model-only", "false", remark="use --limit-mm-per-prompt image=0"),
     *_switches("false", "enable-lora", "fully-sharded-loras"),

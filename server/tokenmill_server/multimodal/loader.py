@@ -6,8 +6,10 @@ without the interpreter's lock for most of it.
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from PIL import Image
 
@@ -15,9 +17,16 @@ from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture, check_size, decode, to_picture
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
+from tokenmill_server.multimodal.flights import Admit
+from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.names import file_name, given_name
 from tokenmill_server.multimodal.parts import ImageSource
-from tokenmill_server.multimodal.processor import ImageProcessor, PreparedImage
+from tokenmill_server.multimodal.prepared import Find, Prepare, PreparedMedia, UnknownMediaError
+from tokenmill_server.multimodal.processor import Detail, ImageProcessor
 from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.supply import LoadedItem
+
+T = TypeVar("T")
 
 _FETCHES_PER_THREAD = 4
 """How many images from hosts there may be at a time: each is in memory until it is decoded."""
@@ -46,24 +55,53 @@ class TokenRoom:
             self._left -= num_tokens
 
 
+class RoomFor:
+    """A `Waiter`: one image, and the request that wants it."""
+
+    def __init__(self, room: TokenRoom, param: str) -> None:
+        self._room = room
+        self._param = param
+        self._lock = threading.Lock()
+        self._fits: bool | None = None
+        self._refusal: InvalidRequestError | None = None
+
+    def take(self, num_tokens: int) -> bool:
+        with self._lock:
+            if self._fits is None:
+                try:
+                    self._room.take(num_tokens, self._param)
+                except InvalidRequestError as error:
+                    self._refusal = error
+                self._fits = self._refusal is None
+            return self._fits
+
+    def check(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+
 class MediaLoader:
     """Shared by all requests of a process."""
 
-    def __init__(self, processor: ImageProcessor, settings: MediaSettings) -> None:
+    def __init__(self, processor: ImageProcessor, settings: MediaSettings, prepared: PreparedMedia) -> None:
+        self.prepared = prepared
         self._processor = processor
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
         self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
 
-    async def load(self, sources: Sequence[ImageSource], room: TokenRoom) -> list[PreparedImage]:
+    async def load(
+        self, sources: Sequence[ImageSource], room: TokenRoom, scope: tuple[str, ...] = ()
+    ) -> list[LoadedItem]:
         """The images of one request, all at a time. If the caller is cancelled, or one fails, the others are given up.
+        What a client of one `scope` names by a uuid is nothing to those of others.
 
         Raises InvalidRequestError naming the field of one that cannot be had, or is too large for `room`.
         """
         budget = Budget(self._settings.max_bytes)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(source, budget, room)) for source in sources]
+                tasks = [group.create_task(self._load(source, budget, room, scope)) for source in sources]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -72,39 +110,74 @@ class MediaLoader:
         """Ends the threads, once they have nothing left to do."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load(self, source: ImageSource, budget: Budget, room: TokenRoom) -> PreparedImage:
-        loop = asyncio.get_running_loop()
+    async def _load(self, source: ImageSource, budget: Budget, room: TokenRoom, scope: tuple[str, ...]) -> LoadedItem:
+        waiter = RoomFor(room, source.param)
+        options = self._processor.options_text(source.detail)
+        given = None if source.uuid is None else given_name(scope, source.uuid, options)
         try:
-            data = source.image
-            if isinstance(data, str) and scheme_of(data) in ("http", "https"):
+            if source.image is None:
+                return LoadedItem(self.prepared.find_given(given or b"", waiter), source.param, None)
+            if isinstance(source.image, Image.Image):
+                work = partial(self._prepare_given, source.image, source.detail)
+                loaded = await self._prepared(None, waiter, work, source)
+            elif scheme_of(source.image) in ("http", "https"):
                 async with self._fetches:
-                    fetched = await fetch(data, self._settings, budget)
-                    return await loop.run_in_executor(self._threads, self._decode_and_prepare, fetched, source, room)
-            return await loop.run_in_executor(self._threads, self._read_and_prepare, source, budget, room)
+                    data = await fetch(source.image, self._settings, budget)
+                    loaded = await self._from_file(data, waiter, options, source)
+            else:
+                data = await self._in_thread(partial(self._read, source.image, budget))
+                loaded = await self._from_file(data, waiter, options, source)
         except MediaError as error:
             raise MediaError(str(error), source.param) from error
+        except UnknownMediaError as error:
+            raise InvalidRequestError(
+                f"no image is known under this uuid: {error}; send its url as well", source.param
+            ) from error
+        if given is not None:
+            self.prepared.give_name(given, loaded.item)
+        return loaded
+
+    async def _from_file(self, data: bytes, waiter: RoomFor, options: str, source: ImageSource) -> LoadedItem:
+        """An encoded image, decoded only if what it becomes is not known."""
+        work = partial(self._decode_and_prepare, data, source.detail)
+        if not self.prepared.is_caching:
+            return await self._prepared(None, waiter, work, source)
+        name = await self._in_thread(partial(file_name, data, options))
+        item = self.prepared.find(name, waiter)
+        if item is not None:
+            return LoadedItem(item, source.param, self._again(item.key, work))
+        return await self._prepared(name, waiter, work, source)
+
+    async def _prepared(self, name: bytes | None, waiter: RoomFor, work: Prepare, source: ImageSource) -> LoadedItem:
+        item = await self.prepared.prepare(name, waiter, work, self._in_thread)
+        return LoadedItem(item, source.param, self._again(item.key, work))
+
+    def _again(self, key: bytes, work: Prepare) -> Callable[[], Awaitable[PreparedItem]]:
+        return partial(self.prepared.prepare_again, key, work, self._in_thread)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     # --- in threads -----------------------------------------------------------------------------------------------
 
-    def _read_and_prepare(self, source: ImageSource, budget: Budget, room: TokenRoom) -> PreparedImage:
-        image = source.image
-        if isinstance(image, Image.Image):
-            return self._prepare(_given(image, self._settings.max_pixels), source, room)
+    def _read(self, image: str, budget: Budget) -> bytes:
         match scheme_of(image):
             case "data":
-                data = read_data_url(image, budget)
+                return read_data_url(image, budget)
             case "file":
-                data = read_file(image, self._settings, budget)
-            case _:
-                raise MediaError("an image has an http:, https: or data: address")
-        return self._decode_and_prepare(data, source, room)
+                return read_file(image, self._settings, budget)
+        raise MediaError("an image has an http:, https: or data: address")
 
-    def _decode_and_prepare(self, data: bytes, source: ImageSource, room: TokenRoom) -> PreparedImage:
-        return self._prepare(decode(data, self._settings.max_pixels), source, room)
+    def _decode_and_prepare(self, data: bytes, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
+        return self._prepare(decode(data, self._settings.max_pixels), detail, admit, find)
 
-    def _prepare(self, picture: Picture, source: ImageSource, room: TokenRoom) -> PreparedImage:
-        room.take(self._processor.num_tokens(picture, source.detail), source.param)
-        return self._processor.prepare(picture, source.detail)
+    def _prepare_given(self, image: Image.Image, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
+        return self._prepare(_given(image, self._settings.max_pixels), detail, admit, find)
+
+    def _prepare(self, picture: Picture, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
+        admit(self._processor.num_tokens(picture, detail))
+        key = self._processor.key(picture, detail)
+        return find(key) or self._processor.prepare(picture, detail, key)
 
 
 def _given(image: Image.Image, max_pixels: int) -> Picture:

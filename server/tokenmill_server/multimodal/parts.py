@@ -22,17 +22,21 @@ _OTHER_MEDIA = frozenset(
     {"input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"}
 )
 _DETAILS = ("auto", "low", "high")
+_MAX_UUID_CHARS = 1024
 
 
 @dataclass(slots=True, frozen=True)
 class ImageSource:
     """An image that a message names."""
 
-    image: str | Image.Image
-    """An address (http, https, data or file), or within a Python program the image itself."""
+    image: str | Image.Image | None
+    """An address (http, https, data or file), or within a Python program the image itself; None: it was sent before,
+    under the same `uuid`."""
     detail: Detail
     param: str
     """The field it came from."""
+    uuid: str | None = None
+    """What the client calls it."""
 
 
 def content_with_images(content: Any, path: str, images: list[ImageSource], *, local: bool = False) -> Any:
@@ -86,40 +90,33 @@ def _text_of_part(part: Any, index: int, path: str) -> str:
 
 
 def _image_source(part: dict[str, Any], kind: str, path: str) -> ImageSource:
+    uuid = _uuid(part, path)
     if kind == _LOCAL_KIND:
         image = part.get(kind)
-        if not isinstance(image, Image.Image):
+        if not isinstance(image, Image.Image) and (image is not None or uuid is None):
             raise InvalidRequestError("image_pil must be an image of Pillow's", f"{path}.{kind}")
-        return ImageSource(image, _detail(part, path), path)
+        return ImageSource(image, _detail(part, path), path if image is not None else f"{path}.uuid", uuid)
     field, value = "image_url", part.get("image_url")
     detail = _detail(part, path)
     if isinstance(value, dict):
         detail = _detail(value, f"{path}.{field}") if "detail" in value else detail
         field, value = "image_url.url", value.get("url")
-    _check_uuid(part, value, path)
+    if value is None and uuid is not None:
+        return ImageSource(None, detail, f"{path}.uuid", uuid)
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(
             'an image is {"type": "image_url", "image_url": {"url": "https://..."}}, or with a data: address; its '
             "url is missing or no text",
             f"{path}.{field}",
         )
-    return ImageSource(value, detail, f"{path}.{field}")
+    return ImageSource(value, detail, f"{path}.{field}", uuid)
 
 
-def _check_uuid(part: dict[str, Any], url: Any, path: str) -> None:
-    """A uuid names an image that came before. Images are known by their content here, so it adds nothing to one that
-    is sent along."""
+def _uuid(part: dict[str, Any], path: str) -> str | None:
     uuid = part.get("uuid")
-    if uuid is None:
-        return
-    if not isinstance(uuid, str):
-        raise InvalidRequestError("uuid must be a text", f"{path}.uuid")
-    if url is None:
-        raise InvalidRequestError(
-            "an image that is named by its uuid alone is not supported; send its url as well",
-            f"{path}.uuid",
-            "unsupported_parameter",
-        )
+    if uuid is not None and (not isinstance(uuid, str) or not 0 < len(uuid) <= _MAX_UUID_CHARS):
+        raise InvalidRequestError(f"uuid must be a text of 1 to {_MAX_UUID_CHARS} characters", f"{path}.uuid")
+    return uuid
 
 
 def _detail(owner: dict[str, Any], path: str) -> Detail:

@@ -6,7 +6,7 @@ pixels of one byte and these numbers, and looks them up where the encoder is.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tokenmill_engine.config.media import MediaConfig
-from tokenmill_engine.messages import MediaItem, MediaTensor
+from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import ImageOptions
+from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.keys import media_key
 from tokenmill_server.multimodal.settings import MediaSettings
 
@@ -29,21 +30,6 @@ _MAX_ASPECT_RATIO = 200
 _LOW_DETAIL_PIXELS = 512 * 512
 _MAX_SQUARE_PIXELS = MediaSettings().max_pixels
 """Of an image that is padded: one of few pixels may be as long as it likes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedImage:
-    """An image as the engine takes it, without its place in a prompt."""
-
-    key: bytes
-    num_tokens: int
-    grid: tuple[int, int, int] | None
-    tensors: dict[str, MediaTensor]
-    """As in `MediaItem`."""
-
-    def at(self, offset: int) -> MediaItem:
-        """The image in a prompt whose token `offset` is the first of its placeholders."""
-        return MediaItem("image", self.key, offset, self.num_tokens, self.grid, self.tensors)
 
 
 class ImageProcessor:
@@ -61,24 +47,35 @@ class ImageProcessor:
         """How many tokens `prepare` will say, which is quick to know. Raises MediaError as it does."""
         if self._tokens_per_image is not None:
             return self._tokens_per_image
-        options = self._low_options if detail == "low" else self._options
+        options = self._options_for(detail)
         height, width = qwen2_vl_size(picture.height, picture.width, options)
         return height * width // (options.patch_size * options.merge_size) ** 2
 
-    def prepare(self, picture: Picture, detail: Detail = "auto") -> PreparedImage:
+    def options_text(self, detail: Detail = "auto") -> str:
+        """All that decides, beside the image, what `prepare` makes of it."""
+        return self._keyed[self._options_for(detail)]
+
+    def key(self, picture: Picture, detail: Detail = "auto") -> bytes:
+        """The key that `prepare` gives it. Takes about a millisecond for each megabyte of pixels."""
+        return media_key(picture, self.options_text(detail))
+
+    def prepare(self, picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
         """Resizes, and crops or cuts into patches. `detail` low: of a model that takes images of any size at most
-        512 x 512 pixels. Takes long: call it in a thread.
+        512 x 512 pixels. `key`: what `key` says of it, if that is known. Takes long: call it in a thread.
 
         Raises MediaError for an image that the model does not take.
         """
-        options = self._low_options if detail == "low" else self._options
-        key = media_key(picture, self._keyed[options])
+        options = self._options_for(detail)
+        key = key or self.key(picture, detail)
         if options.method == "qwen2_vl":
             pixels, grid = _patches(picture.pixels, options)
         else:
             pixels, grid = _square(picture.pixels, options).transpose(2, 0, 1), None
         tensors = {"pixel_values": _tensor(pixels), "values": self._values}
-        return PreparedImage(key, self.num_tokens(picture, detail), grid, tensors)
+        return PreparedItem("image", key, self.num_tokens(picture, detail), grid, tensors)
+
+    def _options_for(self, detail: Detail) -> ImageOptions:
+        return self._low_options if detail == "low" else self._options
 
 
 def _patches(pixels: Pixels, options: ImageOptions) -> tuple[Pixels, tuple[int, int, int]]:

@@ -11,8 +11,8 @@ from typing import Any
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.errors import ConfigError, InvalidRequestError
 from tokenmill_engine.messages import MediaItem
+from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.parts import IMAGE_PART
-from tokenmill_server.multimodal.processor import PreparedImage
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class Placeholders:
         return "\n".join(self._in_text if part is IMAGE_PART else str(part["text"]) for part in parts)
 
     def expand(
-        self, token_ids: Sequence[int], are_images: Sequence[bool], images: Sequence[PreparedImage]
+        self, token_ids: Sequence[int], are_images: Sequence[bool], images: Sequence[PreparedItem]
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """The prompt with one image token for each row, and where each image stands. `are_images` says of each image
         token in `token_ids`, in order, whether it stands for an image."""

@@ -1,8 +1,10 @@
 """What an API server may fetch and decode. Knows nothing of flags, which fill it in, nor of models."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +27,6 @@ class MediaSettings:
     host with a public address."""
     local_path: str | None = None
     """Folder whose files may be named by file: addresses; None: none may."""
+    cache_gb: float = 4.0
+    """GiB of each cache of prepared media; 0: nothing is remembered."""
+    cache_type: Literal["lru", "shm"] = "lru"

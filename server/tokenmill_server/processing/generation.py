@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
+from tokenmill_server.processing.media_supply import MediaSupply
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,7 +23,8 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     media: tuple[MediaItem, ...] = ()
-    """Images, and where they stand in the prompt."""
+    """Images, and where they stand in the prompt; without tensors if there is a supply."""
+    media_supply: MediaSupply | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.messages import MediaItem, SamplingParams
 from tokenmill_server.processing.chat_template import ChatTemplate, Message, text_of_message
 from tokenmill_server.processing.generation import GenerationRequest
+from tokenmill_server.processing.media_supply import MediaSupply
 from tokenmill_server.processing.sampling_checks import (
     check_priority,
     check_sampling,
@@ -43,7 +44,8 @@ class Prompt:
     param: str = "prompt"
     """The request field it came from."""
     media: tuple[MediaItem, ...] = ()
-    """Ascending by offset."""
+    """Ascending by offset; without tensors if there is a supply."""
+    media_supply: MediaSupply | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -176,6 +178,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             media=prompt.media,
+            media_supply=prompt.media_supply,
         )
 
     def _fitted(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:

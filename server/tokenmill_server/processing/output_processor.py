@@ -31,6 +31,7 @@ class Generation:
     """The state of one prompt's choices. Done when `num_open` is 0."""
 
     __slots__ = (
+        "_num_silent",
         "_prompt_logprobs",
         "choices",
         "engine",
@@ -51,11 +52,18 @@ class Generation:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self.choices = [Choice(index, self, tokenizer) for index in range(sampling.n)]
         self.num_open = sampling.n
+        self._num_silent = sampling.n
 
     @property
     def num_tokens(self) -> int:
         """Generated tokens of all choices."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    def answered(self) -> None:
+        """A choice has its first tokens. Once all have, the engine needs nothing of the request any more."""
+        self._num_silent -= 1
+        if self._num_silent == 0 and self.request.media_supply is not None:
+            self.request.media_supply.settle()
 
     def add_prompt_logprobs(self, choice: "Choice", message: TokenLogprobs) -> None:
         """All choices compute the same ones; those of the first count."""

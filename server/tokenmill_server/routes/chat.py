@@ -12,7 +12,7 @@ from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
 from tokenmill_server.protocol.replies import chat_reply
 from tokenmill_server.routes.bodies import large_json_reply
 from tokenmill_server.routes.replying import while_connected
-from tokenmill_server.routes.requests import open_call
+from tokenmill_server.routes.requests import api_key_of, open_call
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -32,7 +32,8 @@ async def create_chat_completion(request: Request) -> Response:
         prompt_logprobs=fields.prompt_logprobs,
     )
     if images and call.context.images is not None:
-        work = call.context.images.encode(messages, images, options, fields.truncation())
+        scope = (api_key_of(request), fields.cache_salt or "")
+        work = call.context.images.encode(messages, images, options, fields.truncation(), scope)
         prompt = await while_connected(request, work)
     else:
         prompt = await inputs.encode_chat(messages, options, fields.truncation())

@@ -118,6 +118,12 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
     return call, fields
 
 
+def api_key_of(request: Request) -> str:
+    """The key that the client shows, whether one is needed or not; empty if none. Clients with different ones have
+    nothing to do with each other."""
+    return request.headers.get("authorization", "").partition(" ")[2].strip()
+
+
 def _integer_header(request: Request, name: str) -> int | None:
     """The value of a header; it may be there twice, with the same one."""
     numbers = set()

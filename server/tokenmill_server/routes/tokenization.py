@@ -14,6 +14,7 @@ from tokenmill_server.protocol.chat import chat_options, parse_messages
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenmill_server.routes.bodies import json_reply, parse, read_json
 from tokenmill_server.routes.replying import while_connected
+from tokenmill_server.routes.requests import api_key_of
 
 _MAX_CONTEXTS = 4
 """How many times the model's context a text or a list of ids may be long."""
@@ -52,7 +53,8 @@ async def _encode_chat(
     if context.images is None or not images:
         text = await context.inputs.chat_text(messages, options)
         return await _encode_text(context, text, options.add_special_tokens)
-    prompt = await while_connected(request, context.images.encode(messages, images, options))
+    scope = (api_key_of(request), "")
+    prompt = await while_connected(request, context.images.encode(messages, images, options, scope=scope))
     return list(prompt.token_ids)
 
 

@@ -1,12 +1,9 @@
 """Choices of one prompt share its array and the names of its blocks."""
 
-import weakref
-
 import numpy as np
 
-from tests.support.media_items import IMAGE_TOKEN, qwen_item
 from tests.support.scheduling import make_request
-from tokenmill_engine.block_hash import CacheKey, hash_full_blocks, media_spans
+from tokenmill_engine.block_hash import CacheKey, hash_full_blocks
 from tokenmill_engine.request import Request
 from tokenmill_engine.scheduler.prompts import LastPrompt
 
@@ -47,25 +44,6 @@ def test_other_prompts_and_other_salts_do_not() -> None:
         last.share_with(each)
         assert each.block_hashes == hash_full_blocks(each.prompt_token_ids, 4, each.cache_key)
     assert len({id(each.prompt_token_ids) for each in requests}) == 4
-
-
-def test_siblings_share_images_which_are_gone_with_the_last_of_them() -> None:
-    last = LastPrompt(4, hash_blocks=True)
-
-    def with_image(number: int, content: str) -> Request:
-        made = request(number, [IMAGE_TOKEN] * 4)
-        made.media = (qwen_item(content, 0),)
-        made.cache_key = CacheKey(media=media_spans(made.media))
-        last.share_with(made)
-        return made
-
-    first, second, other = (with_image(number, content) for number, content in enumerate(("cat", "cat", "dog")))
-    assert first.media is second.media
-    assert other.media[0].tensors != first.media[0].tensors
-    is_alive = weakref.ref(other)
-    del other
-    assert is_alive() is None
-    assert with_image(4, "dog").media[0].tensors == qwen_item("dog", 0).tensors
 
 
 def test_without_prefix_caching_nothing_is_named() -> None:

@@ -103,6 +103,8 @@ CASES = [
     (["--scheduling-policy", "priority"], "scheduler.policy", "priority"),
     (["--no-async-scheduling"], "scheduler.async_scheduling", False),
     (["--disable-chunked-mm-input"], "scheduler.disable_chunked_mm_input", True),
+    (["--mm-processor-cache-gb", "0.5"], "media.cache_gb", 0.5),
+    (["--mm-processor-cache-type", "LRU"], "media.cache_type", "lru"),
     (["--limit-mm-per-prompt", '{"image": 4}'], "media.max_images", 4),
     (["--allowed-media-domains", "a.example", "B.example"], "media.allowed_domains", ("a.example", "b.example")),
     (["--allowed-local-media-path", "/"], "media.local_path", "/"),

@@ -18,9 +18,12 @@ from tokenmill_server.multimodal import loader as loading_of_images
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import read_image_options
+from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.parts import ImageSource
-from tokenmill_server.multimodal.processor import Detail, ImageProcessor, PreparedImage
+from tokenmill_server.multimodal.placement import CachePlacement, Placement
+from tokenmill_server.multimodal.prepared import PreparedMedia
+from tokenmill_server.multimodal.processor import Detail, ImageProcessor
 from tokenmill_server.multimodal.settings import MediaSettings
 
 SETTINGS = MediaSettings(loading_threads=2, allowed_domains=("localhost",), fetch_timeout_s=60.0, max_pixels=10_000)
@@ -36,9 +39,14 @@ class WatchedProcessor(ImageProcessor):
         super().__init__(media, read_image_options(folder, media))
         self.threads: list[threading.Thread] = []
 
-    def prepare(self, picture: Picture, detail: Detail = "auto") -> PreparedImage:
+    def prepare(self, picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
         self.threads.append(threading.current_thread())
-        return super().prepare(picture, detail)
+        return super().prepare(picture, detail, key)
+
+
+def loader_of(processor: ImageProcessor, settings: MediaSettings) -> MediaLoader:
+    """It remembers nothing."""
+    return MediaLoader(processor, settings, PreparedMedia(CachePlacement(Placement.NOWHERE, 0, 0)))
 
 
 @pytest.fixture
@@ -48,7 +56,7 @@ def processor() -> WatchedProcessor:
 
 @pytest.fixture
 def loader(processor: WatchedProcessor) -> Iterator[MediaLoader]:
-    loader = MediaLoader(processor, SETTINGS)
+    loader = loader_of(processor, SETTINGS)
     yield loader
     loader.close()
 
@@ -57,8 +65,9 @@ def source(image: str | Image.Image, index: int = 0) -> ImageSource:
     return ImageSource(image, "auto", f"image {index}")
 
 
-def load(loader: MediaLoader, *sources: ImageSource, room: TokenRoom | None = None) -> list[PreparedImage]:
-    return asyncio.run(loader.load(sources, room or TokenRoom(10_000, 10_000)))
+def load(loader: MediaLoader, *sources: ImageSource, room: TokenRoom | None = None) -> list[PreparedItem]:
+    loaded = asyncio.run(loader.load(sources, room or TokenRoom(10_000, 10_000)))
+    return [each.item for each in loaded]
 
 
 def test_images_are_in_the_order_of_the_request(loader: MediaLoader, processor: WatchedProcessor) -> None:
@@ -97,7 +106,7 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
     processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was fetched is in memory until then."""
-    single = MediaLoader(processor, MediaSettings(loading_threads=1))
+    single = loader_of(processor, MediaSettings(loading_threads=1))
     num_fetched, go_on = 0, threading.Event()
     data = encoded(noise(20, 30))
 
@@ -106,9 +115,9 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
         num_fetched += 1
         return data
 
-    def prepare(picture: Picture, detail: Detail = "auto") -> PreparedImage:
+    def prepare(picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
         go_on.wait()
-        return ImageProcessor.prepare(processor, picture, detail)
+        return ImageProcessor.prepare(processor, picture, detail, key)
 
     async def work() -> int:
         loading = asyncio.ensure_future(single.load([source("http://x.example/")] * 20, TokenRoom(10_000, 10_000)))
@@ -128,7 +137,7 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
 
 def test_all_images_of_a_request_share_its_bytes(processor: WatchedProcessor) -> None:
     url = picture_url(20, 30)
-    loader = MediaLoader(processor, MediaSettings(max_bytes=5000))
+    loader = loader_of(processor, MediaSettings(max_bytes=5000))
     assert len(load(loader, *[source(url)] * 2)) == 2
     with pytest.raises(MediaError, match="--max-media-bytes"):
         load(loader, *[source(url)] * 3)

@@ -22,7 +22,8 @@ from tokenmill_engine.errors import ConfigError
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import read_image_options
-from tokenmill_server.multimodal.processor import ImageProcessor, PreparedImage
+from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.processor import ImageProcessor
 
 SIZES = [(224, 224), (37, 91), (301, 17), (640, 480), (480, 641), (1, 1), (2, 150), (28, 28), (999, 333)]
 
@@ -53,7 +54,7 @@ def processor(folder: Path, media: MediaConfig, config: dict[str, Any]) -> Image
     return ImageProcessor(media, read_image_options(folder, media))
 
 
-def values_of(image: PreparedImage, times: int = 1) -> NDArray[np.float32]:
+def values_of(image: PreparedItem, times: int = 1) -> NDArray[np.float32]:
     """What the encoder sees; the pixels themselves have a byte each."""
     assert image.tensors["pixel_values"].dtype == "uint8"
     return seen_values(image.tensors, times)

@@ -8,8 +8,8 @@ import pytest
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.model_files import read_tokenizer_facts, resolve_model
 from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.parts import IMAGE_PART
-from tokenmill_server.multimodal.processor import PreparedImage
 from tokenmill_server.multimodal.prompts import Placeholders, TypedTokens
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
@@ -34,8 +34,8 @@ def model(family: Any, template: str | None = None) -> tuple[Placeholders, ChatT
     return Placeholders(media, tokenizer, chat_template), chat_template, tokenizer
 
 
-def image(num_tokens: int, name: bytes = b"x") -> PreparedImage:
-    return PreparedImage(name * 32, num_tokens, None, {})
+def image(num_tokens: int, name: bytes = b"x") -> PreparedItem:
+    return PreparedItem("image", name * 32, num_tokens, None, {})
 
 
 def text(value: str) -> dict[str, str]:

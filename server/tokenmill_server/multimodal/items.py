@@ -1,0 +1,30 @@
+"""Prepared media of any kind: what processors make, caches remember and prompts are given."""
+
+from dataclasses import dataclass, replace
+
+from tokenmill_engine.messages import MediaItem, MediaTensor
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class PreparedItem:
+    """An image or a video as the engine takes it, without its place in a prompt."""
+
+    kind: str
+    """As in `MediaItem`."""
+    key: bytes
+    """32 bytes; equal if and only if the encoder would see the same."""
+    num_tokens: int
+    grid: tuple[int, int, int] | None
+    tensors: dict[str, MediaTensor]
+    """Empty where the engine is believed to have them."""
+
+    seconds_per_step: float | None = None
+    """As in `MediaItem`."""
+
+    def at(self, offset: int) -> MediaItem:
+        """The item in a prompt whose token `offset` is the first of its placeholders."""
+        return MediaItem(self.kind, self.key, offset, self.num_tokens, self.grid, self.tensors, self.seconds_per_step)
+
+    def without_tensors(self) -> "PreparedItem":
+        """All that is needed of it if its tensors are elsewhere."""
+        return replace(self, tensors={})

@@ -1,0 +1,181 @@
+"""All prepared media of one process: prepared once, named, remembered, and sent once.
+
+Joins the cache with the names that lead to its entries, and with what is being prepared at the moment. Knows nothing of
+how media are fetched, decoded or prepared, nor of which kinds there are.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.multimodal.cache import ItemCache, KeyCache, ProcessorCache
+from tokenmill_server.multimodal.flights import Admit, Flights, Waiter
+from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.names import AmbiguousNameError, MediaNames
+from tokenmill_server.multimodal.placement import CachePlacement, Placement
+
+T = TypeVar("T")
+
+Find = Callable[[bytes], PreparedItem | None]
+Prepare = Callable[[Admit, Find], PreparedItem]
+"""Decodes, tells how many tokens it will be, looks whether the key is known already, and else prepares. Takes long and
+runs in a thread."""
+InThread = Callable[[Callable[[], T]], Awaitable[T]]
+
+
+class UnknownMediaError(Exception):
+    """A client named media that it did not send, and nobody knows what they are. The text says why."""
+
+
+class PreparedMedia:
+    """Used from the event loop alone."""
+
+    def __init__(self, placement: CachePlacement, on_lookup: Callable[[bool], None] | None = None) -> None:
+        """`on_lookup` is called for each item that was asked for, with whether it was known."""
+        self._cache = _make_cache(placement)
+        self._names = MediaNames(placement.names_bytes)
+        self._flights = Flights()
+        self._on_lookup = on_lookup or _ignore
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether anything is remembered; else names lead nowhere."""
+        return self._cache is not None
+
+    def find(self, name: bytes, waiter: Waiter) -> PreparedItem | None:
+        """The item that a file of this name became, if it is still known. Raises what `waiter` does."""
+        try:
+            return self._found(name, waiter)
+        except AmbiguousNameError:
+            return None
+
+    def find_given(self, name: bytes, waiter: Waiter) -> PreparedItem:
+        """The item that a client has given this name.
+
+        Raises UnknownMediaError, and what `waiter` does.
+        """
+        if self._cache is None:
+            raise UnknownMediaError("nothing is kept under names, because --mm-processor-cache-gb is 0")
+        try:
+            item = self._found(name, waiter)
+        except AmbiguousNameError:
+            raise UnknownMediaError("different contents were sent under this name") from None
+        if item is None:
+            self._on_lookup(False)
+            raise UnknownMediaError("it was not sent before, or is not kept any more")
+        return item
+
+    async def prepare(
+        self, name: bytes | None, waiter: Waiter, prepare: Prepare, in_thread: "InThread[PreparedItem]"
+    ) -> PreparedItem:
+        """What `prepare` yields, run by `in_thread`. Who asks for the same name meanwhile (None: it has none) gets the
+        same. Only what is complete is remembered.
+
+        Raises what `prepare` does, and what `waiter` does.
+        """
+        cache = self._cache
+        if cache is None:
+            return await in_thread(lambda: prepare(_admit_for(waiter), _find_nothing))
+        was_known = False
+
+        async def work(admit: Admit) -> PreparedItem:
+            nonlocal was_known
+
+            def find(key: bytes) -> PreparedItem | None:
+                nonlocal was_known
+                item = cache.find(key)
+                was_known = item is not None
+                return item
+
+            item = await in_thread(lambda: prepare(admit, find))
+            if not was_known:
+                cache.add(item)
+            if name is not None:
+                self._names.remember(name, item.key)
+            return item
+
+        if name is None:
+            item, has_joined = await work(_admit_for(waiter)), False
+        else:
+            item, has_joined = await self._flights.join(name, waiter, work)
+        self._on_lookup(has_joined or was_known)
+        return item
+
+    async def prepare_again(self, key: bytes, prepare: Prepare, in_thread: "InThread[PreparedItem]") -> PreparedItem:
+        """What `prepare` yields, with tensors: the engine core lacks those of the item with this key. Several requests
+        may want them at a time."""
+
+        async def work(admit: Admit) -> PreparedItem:
+            return await in_thread(lambda: prepare(admit, _find_nothing))
+
+        item, _ = await self._flights.join(b"again" + key, _Admitted(), work)
+        return item
+
+    def give_name(self, name: bytes, item: PreparedItem) -> None:
+        """A client calls the item so."""
+        if self._cache is not None:
+            self._names.remember(name, item.key)
+
+    def tensors_of(self, item: PreparedItem) -> PreparedItem | None:
+        """The item with its tensors, if they are in this process."""
+        if item.tensors or self._cache is None:
+            return item if item.tensors else None
+        known = self._cache.find(item.key)
+        return known if known is not None and known.tensors else None
+
+    def outgoing(self, item: PreparedItem) -> PreparedItem:
+        """`item`, of a request that is being sent, as it travels: without the tensors that its receiver has."""
+        return item if self._cache is None else self._cache.outgoing(item)
+
+    def engine_lost(self) -> None:
+        """An engine core is gone, and with it what it had."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    def _found(self, name: bytes, waiter: Waiter) -> PreparedItem | None:
+        key = self._names.find(name)
+        item = None if key is None or self._cache is None else self._cache.find(key)
+        if item is not None:
+            waiter.take(item.num_tokens)
+            waiter.check()
+            self._on_lookup(True)
+        return item
+
+
+def _make_cache(placement: CachePlacement) -> ProcessorCache | None:
+    match placement.placement:
+        case Placement.NOWHERE:
+            return None
+        case Placement.KEYS:
+            return KeyCache(placement.items_bytes)
+        case Placement.ITEMS:
+            return ItemCache(placement.items_bytes)
+    raise ConfigError(f"there is no cache of prepared media {placement.placement}")
+
+
+def _admit_for(waiter: Waiter) -> Admit:
+    """For work that nobody else waits for."""
+
+    def admit(num_tokens: int) -> None:
+        waiter.take(num_tokens)
+        waiter.check()
+
+    return admit
+
+
+class _Admitted:
+    """A `Waiter` that had room before."""
+
+    def take(self, num_tokens: int) -> bool:
+        return True
+
+    def check(self) -> None:
+        """Nothing to say."""
+
+
+def _find_nothing(key: bytes) -> None:
+    """Where nothing is remembered, or what is has no tensors."""
+
+
+def _ignore(was_known: bool) -> None:
+    """Nobody counts."""

@@ -1,0 +1,73 @@
+"""The media of one request on their way to an engine core, and again if it lacks them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.messages import MediaItem
+from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.prepared import PreparedMedia
+
+Again = Callable[[], Awaitable[PreparedItem]]
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedItem:
+    """One item of a request."""
+
+    item: PreparedItem
+    param: str
+    """The field it came from."""
+    again: Again | None
+    """Prepares it once more, from what the client sent. None: it sent a name alone."""
+
+
+class RequestSupply:
+    """A `MediaSupply`. Tensors are let go of when they are sent; what they were made of, which is much smaller, when
+    every sequence has had an answer."""
+
+    def __init__(self, prepared: PreparedMedia, loaded: Sequence[LoadedItem], items: Sequence[MediaItem]) -> None:
+        """`items`: where each of `loaded` stands in the prompt."""
+        self._prepared = prepared
+        self._loaded = list(loaded)
+        self.places = tuple(msgspec.structs.replace(item, tensors={}) for item in items)
+
+    def outgoing(self) -> tuple[MediaItem, ...]:
+        travelling: list[MediaItem] = []
+        seen: set[bytes] = set()
+        for loaded, place in zip(self._loaded, self.places, strict=True):
+            item = self._prepared.outgoing(loaded.item)
+            travelling.append(place if item.key in seen else msgspec.structs.replace(place, tensors=item.tensors))
+            seen.add(item.key)
+        self._loaded = [
+            LoadedItem(loaded.item.without_tensors(), loaded.param, loaded.again) for loaded in self._loaded
+        ]
+        return tuple(travelling)
+
+    async def restored(self) -> tuple[MediaItem, ...]:
+        loaded = list(self._loaded)  # whatever settles meanwhile
+        if len(loaded) != len(self.places):
+            raise RuntimeError("media are asked for again after every sequence had an answer")
+        items = await asyncio.gather(*(self._restore(each) for each in loaded))
+        return tuple(
+            msgspec.structs.replace(place, tensors=item.tensors) for place, item in zip(self.places, items, strict=True)
+        )
+
+    def settle(self) -> None:
+        self._loaded.clear()
+
+    async def _restore(self, loaded: LoadedItem) -> PreparedItem:
+        known = self._prepared.tensors_of(loaded.item)
+        if known is not None:
+            return known
+        if loaded.again is None:
+            raise InvalidRequestError(
+                "nothing is kept under this uuid any more; send the media themselves along", loaded.param
+            )
+        item = await loaded.again()
+        if item.key != loaded.item.key:
+            raise RuntimeError("media became something else when they were prepared again")
+        return item

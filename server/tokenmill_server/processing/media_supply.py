@@ -1,0 +1,23 @@
+"""How the media of a request reach an engine core, for those who send requests and know nothing of media."""
+
+from typing import Protocol
+
+from tokenmill_engine.messages import MediaItem
+
+
+class MediaSupply(Protocol):
+    """Where the tensors of one request's media come from. `GenerationRequest.media` has none."""
+
+    def outgoing(self) -> tuple[MediaItem, ...]:
+        """The media as they travel with the first sequence that is sent, now; with tensors where the engine core is not
+        believed to have them. All other sequences for the same engine core carry `GenerationRequest.media`. Not called
+        twice."""
+
+    async def restored(self) -> tuple[MediaItem, ...]:
+        """The media with all their tensors, for an engine core that lacks some. May take long.
+
+        Raises RequestError if they cannot be had any more.
+        """
+
+    def settle(self) -> None:
+        """Every sequence has had an answer: nothing is needed any more."""
