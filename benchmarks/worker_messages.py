@@ -72,7 +72,8 @@ def measure(num_workers: int, num_rows: int, count: int) -> tuple[float, float]:
 
     def step() -> None:
         began = time.perf_counter()
-        writer.send(encode_plan(plan))
+        for message in encode_plan(plan):
+            writer.send(message)
         handed.append(time.perf_counter() - began)
         decode_answer(reader.receive())
 
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5000)
     args = parser.parse_args()
     plan, result = make_plan(args.rows), make_result(args.rows)
-    plan_bytes, result_bytes = encode_plan(plan), encode_answer(result)
+    (plan_bytes,), result_bytes = encode_plan(plan), encode_answer(result)
     lines = [
         f"plan of {args.rows} rows: {len(plan_bytes)} bytes, encode {median_us(lambda: encode_plan(plan), 2000):.1f}, "
         f"decode {median_us(lambda: decode_plan(plan_bytes), 2000):.1f}",

@@ -14,6 +14,7 @@ from enum import Enum, auto
 import msgspec
 import zmq
 
+from tokenmill_engine.ipc.frames import MessageDecoder, receive_frames
 from tokenmill_engine.ipc.ids import client_identity, incarnation_of
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint
@@ -48,7 +49,7 @@ class Inbox:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret_key: str = "") -> None:
         self._socket = bind_router(context, endpoint, secret_key=secret_key)
         self.endpoint = bound_endpoint(self._socket)
-        self._decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+        self._decoder = MessageDecoder()
         self._messages: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
         self._stopped = False
         self._error: Exception | None = None
@@ -95,9 +96,9 @@ class Inbox:
 
     def _receive(self) -> None:
         while True:
-            frames = self._socket.recv_multipart()
+            _, *frames = receive_frames(self._socket)
             try:
-                self._messages.put(self._decoder.decode(frames[-1]))
+                self._messages.put(self._decoder.decode(frames))
             except msgspec.MsgspecError as error:
                 logger.error("a client sent something that is no message of ours; it is dropped: %s", error)
 

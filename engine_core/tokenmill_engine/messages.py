@@ -5,8 +5,15 @@ little-endian arrays, so that a step costs one message per API server and not on
 """
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    Buffer = bytes | memoryview
+else:
+    Buffer = bytes
+    """As msgspec decodes it. It encodes views as well."""
 
 
 class FinishReason(StrEnum):
@@ -60,7 +67,10 @@ class MediaTensor(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     """A name of numpy's: `uint8`, `float32`."""
     shape: tuple[int, ...]
-    data: bytes
+    data: Buffer
+    """Or a view of bytes elsewhere, which do not change: nobody copies a large tensor on its way (`ipc.frames`)."""
+    frame: int = 0
+    """On a socket: the frame of the message that has the bytes; 0: they are here, or `MediaItem` says where."""
 
 
 class SharedObject(msgspec.Struct, array_like=True, frozen=True):

@@ -14,6 +14,7 @@ import zmq
 
 from tokenmill_engine.errors import EngineDeadError, EngineUnavailableError
 from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.frames import MessageEncoder, send_frames
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
 from tokenmill_engine.ipc.sockets import connect_dealer, is_remote
 from tokenmill_engine.messages import (
@@ -89,7 +90,7 @@ class EngineClient:
         self._absences: dict[int, _Absence] = {}
         """Of engines that were connected or lost, and are not there now."""
         self._closed = False
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = MessageEncoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -190,7 +191,7 @@ class EngineClient:
     def _send(self, engine: int, message: ClientMessage) -> bool:
         """Whether the engine was there to take it: the queue has no limit, so a full one means no connection."""
         try:
-            self._links[engine].input.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+            send_frames(self._links[engine].input, self._encoder.encode(message))
         except zmq.Again:
             return False
         return True

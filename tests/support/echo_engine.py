@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from tokenmill_engine.ipc.frames import MessageDecoder, receive_frames
 from tokenmill_engine.ipc.ids import client_identity, client_of
 from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint, local_endpoints
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
-    ClientMessage,
     Endpoints,
     EngineLoad,
     EngineReady,
@@ -81,7 +81,7 @@ class EchoEngine:
         self._endpoints = Endpoints(bound_endpoint(self._input), bound_endpoint(self._output))
         self._running: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
-        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._decoder = MessageDecoder()
         self._stopping = threading.Event()
         self.paused = threading.Event()
         """While set, nothing is generated."""
@@ -113,9 +113,9 @@ class EchoEngine:
 
     def _receive(self, timeout_ms: int) -> None:
         while self._input.poll(timeout_ms):
-            _, frame = self._input.recv_multipart()
+            _, *frames = receive_frames(self._input)
             timeout_ms = 0
-            match self._decoder.decode(frame):
+            match self._decoder.decode(frames):
                 case AddRequest() as request:
                     self._add(request)
                 case Hello(client=client):

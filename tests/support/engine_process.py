@@ -24,6 +24,7 @@ from tokenmill_engine.config.engine import (
 )
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import EngineStart, FromEngine
+from tokenmill_engine.ipc.frames import MessageEncoder, send_frames
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
 from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.ipc.sockets import connect_dealer, local_endpoints
@@ -82,7 +83,7 @@ class EngineTalker:
         self.send(Hello(client))
 
     def send(self, message: ClientMessage) -> None:
-        self._input.send(msgspec.msgpack.encode(message))
+        send_frames(self._input, MessageEncoder().encode(message))
 
     def send_raw(self, frame: bytes) -> None:
         self._input.send(frame)

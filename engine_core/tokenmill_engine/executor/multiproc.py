@@ -97,7 +97,8 @@ class MultiprocExecutor:
         if self._death is None:
             sent = plan if self._feedback is None else dataclasses.replace(plan, sampled=self._feedback.sent(plan))
             try:
-                self._pool.plans.send(encode_plan(sent), self._make_room)
+                for message in encode_plan(sent):
+                    self._pool.plans.send(message, self._make_room)
             except EngineDeadError as error:
                 self._death = error.message
         return _Step(self, number, plan)

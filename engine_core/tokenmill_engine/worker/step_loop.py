@@ -70,11 +70,12 @@ class StepLoop:
         runs_ahead = self._worker.runs_ahead
         if runs_ahead:
             threading.Thread(target=die_with, args=(self._answer_all,), name="answers", daemon=True).start()
+        following = iter(plans.receive, None)
         for number in itertools.count():
             message = plans.receive()
             if not message:
                 break
-            step = self._begin(number, decode_plan(message))
+            step = self._begin(number, decode_plan(message, following))
             if not runs_ahead:
                 self._answer(step)
                 continue

@@ -177,4 +177,5 @@ def _pad_to_square(pixels: Pixels, mean: tuple[float, float, float] | None) -> P
 
 
 def _tensor(values: Pixels | Floats) -> MediaTensor:
-    return MediaTensor(values.dtype.name, values.shape, np.ascontiguousarray(values).tobytes())
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    return MediaTensor(values.dtype.name, values.shape, data.toreadonly())

@@ -84,7 +84,8 @@ class Loop:
         for step in steps:
             plan = rehearsal_plan(1, 3, 1, 16, GREEDY)
             plan = StepPlan(step, plan.slots, plan.num_scheduled, plan.num_computed, plan.samples, plan.num_decodes)
-            self._plans.send(encode_plan(plan))
+            for message in encode_plan(plan):
+                self._plans.send(message)
 
     def take(self) -> Answer | None:
         """An answer that is there."""

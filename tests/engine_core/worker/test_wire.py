@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -64,7 +65,8 @@ def same(a: object, b: object) -> bool:
 @pytest.mark.parametrize("changes", [{}, {"appends": []}, {"starts": []}, {"media": None}])
 def test_plans(changes: dict[str, Any]) -> None:
     plan = dataclasses.replace(full_plan(), **changes)
-    copy = decode_plan(bytearray(encode_plan(plan)))
+    message, *following = map(bytearray, encode_plan(plan))
+    copy = decode_plan(message, iter(following))
     assert same(copy, plan)
     assert not same(copy, dataclasses.replace(plan, num_decodes=0))
     copy.slots[0] = 5
@@ -82,3 +84,20 @@ def test_plans(changes: dict[str, Any]) -> None:
 )
 def test_answers(answer: Answer) -> None:
     assert same(decode_answer(bytearray(encode_answer(answer))), answer)
+
+
+def test_pixels_follow_their_plan_and_are_copied_by_nobody() -> None:
+    large, small = make_pixels((5000, 12)), make_pixels((16, 12), seed=1)
+    view = msgspec.structs.replace(large, data=memoryview(large.data))
+    images = [
+        EncoderInput(number, "image", 4, (1, 4, 4), with_values(each)) for number, each in enumerate((view, small))
+    ]
+    plan = dataclasses.replace(full_plan(), media=StepMedia([], images, []))
+    message, *following = encode_plan(plan)
+    (pixels,) = following
+    assert np.frombuffer(pixels, np.uint8).ctypes.data == np.frombuffer(large.data, np.uint8).ctypes.data
+    messages = iter([bytearray(pixels), b"the next plan"])
+    copy = decode_plan(bytearray(message), messages)
+    assert copy.media is not None
+    assert [image.tensors["pixel_values"].data for image in copy.media.encode] == [large.data, small.data]
+    assert next(messages) == b"the next plan"
