@@ -1,41 +1,15 @@
 """The rows of the flag table about images."""
 
-import json
 import math
-from typing import Any
 
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
+from tokenmill_server.flags.media_limits import prompt_limits
 from tokenmill_server.flags.parsers import boolean, integer, number, one_of, path_text, text_list
 from tokenmill_server.multimodal.settings import MIB, MediaSettings
 
-_OTHER_MODALITIES = ("video", "audio")
-_WANTED = 'how many images a request may have, such as {"image": 4}'
 _MAX_THREADS = 1024
 _MAX_CACHE_GB = 1 << 20
 _DEFAULTS = MediaSettings()
-
-
-def image_limit(value: object) -> int:
-    """The number of images in a mapping, in JSON, or as `image=4`. Sizes beside the count are hints that nothing here
-    needs."""
-    if isinstance(value, str):
-        name, equals, count = value.partition("=")
-        try:
-            value = {name.strip(): int(count)} if equals and name.strip().isalpha() else json.loads(value)
-        except ValueError:
-            raise ValueError(_WANTED) from None
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = {"image": value}
-    if not isinstance(value, dict) or not set(value) <= {"image", *_OTHER_MODALITIES}:
-        raise ValueError(_WANTED)
-    counts: dict[str, Any] = {
-        name: each.get("count") if isinstance(each, dict) else each for name, each in value.items()
-    }
-    if any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in counts.values()):
-        raise ValueError(_WANTED)
-    if any(counts.get(name) for name in _OTHER_MODALITIES):
-        raise ValueError(f"{_WANTED}; video and audio are not supported yet, their limit is 0")
-    return int(counts.get("image", _DEFAULTS.max_images))
 
 
 def domain_list(value: object) -> tuple[str, ...]:
@@ -78,10 +52,10 @@ MEDIA = (
     Flag(
         "limit-mm-per-prompt",
         Group.MULTIMODAL,
-        image_limit,
+        prompt_limits,
         None,
-        'Most images in a request, as JSON: {"image": 4}; 0 for text alone. Default: 999',
-        "media.max_images",
+        'Most images and videos in a request, as JSON: {"image": 4, "video": 1}; 0 for none. Default: 999 each',
+        "media.limits",
         metavar="JSON",
     ),
     Flag(
@@ -99,7 +73,7 @@ MEDIA = (
         Group.MULTIMODAL,
         domain_list,
         (),
-        "Hosts that images may be fetched from, also ones in a private network; redirects are held to it. "
+        "Hosts that images and videos may be fetched from, also ones in a private network; redirects are held to it. "
         "Default: every host with a public address",
         "media.allowed_domains",
         metavar="HOST",
@@ -119,7 +93,7 @@ MEDIA = (
         Group.MULTIMODAL,
         integer(1, _MAX_THREADS),
         8,
-        "Threads of an API server that decode and prepare images",
+        "Threads of an API server that decode and prepare images and videos",
         "media.loading_threads",
         metavar="N",
         env=(EnvAlias("VLLM_MEDIA_LOADING_THREAD_COUNT"),),
@@ -139,7 +113,7 @@ MEDIA = (
         Group.MULTIMODAL,
         integer(1),
         256 * MIB,
-        "Most bytes of the image files of a request together (8M, 500k)",
+        "Most bytes of the image and video files of a request together (8M, 500k)",
         "media.max_bytes",
         metavar="BYTES",
         env=(EnvAlias("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", unit=MIB),),
@@ -158,7 +132,8 @@ MEDIA = (
         Group.MULTIMODAL,
         boolean,
         True,
-        "Follow redirects of hosts that images are fetched from, five at most; each is checked like the first address",
+        "Follow redirects of hosts that images and videos are fetched from, five at most; each is checked like the "
+        "first address",
         "media.allow_redirects",
         arity=Arity.SWITCH,
         env=(EnvAlias("VLLM_MEDIA_URL_ALLOW_REDIRECTS"),),

@@ -25,7 +25,7 @@ def resolve_media(fields: dict[str, Any], files: ModelFiles, stated_path: str) -
         if not folder.is_dir():
             raise ConfigError(f"{stated_path} is not a folder; name one that is there")
         settings = replace(settings, local_path=str(folder))
-    if files.media is not None and settings.max_images > 0:
+    if files.media is not None and settings.limits.images > 0:
         read_image_options(Path(files.path), files.media)
     return settings
 
@@ -34,7 +34,7 @@ def resolve_placement(
     settings: MediaSettings, files: ModelFiles, num_api_servers: int, num_engines: int
 ) -> CachePlacement | None:
     """Where prepared media are remembered, which the log is told; None: there are no media."""
-    if files.media is None or settings.max_images == 0:
+    if files.media is None or settings.limits.images == 0:
         return None
     placement = place_caches(settings, num_api_servers, num_engines)
     logger.info("%s", placement.describe())

@@ -106,8 +106,6 @@ _ROWS = [
     *_values("max-num-active-seqs", "max-num-scheduled-tokens", "max-num-queued-reqs", "max-num-queued-tokens"),
     *_values("scheduler-cls", "max-num-partial-prefills", "max-long-partial-prefills"),
     # Multimodal, LoRA, speculation, structured output
-    _value("media-io-kwargs", "{}"),
-    _value("mm-processor-kwargs", "{}", "none"),
     _value("mm-hasher-algorithm", "blake3"),
     *_values("mm-shm-cache-max-object-size-mb", "mm-encoder-tp-mode", "video-pruning-rate"),
     *_switches("false", "enable-mm-embeds", "skip-mm-profiling", "interleave-mm-strings"),
@@ -128,7 +126,7 @@ _ROWS = [
     _value("root-path", ""),
     _value("sse-keep-alive-interval", "0"),
     _value("uvicorn-log-level", "info", remark="use --log-level"),
-    *_switches("false", "trust-request-chat-template", "trust-request-mm-kwargs", "enable-auto-tool-choice"),
+    *_switches("false", "trust-request-chat-template", "enable-auto-tool-choice"),
     *_switches("false", "return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics"),
     *_switches("false", "enable-server-load-tracking", "enable-tokenizer-info-endpoint", "enable-log-requests"),
     *_switches("false", "enable-log-outputs", "log-error-stack", "allow-credentials", "enable-ssl-refresh", "grpc"),

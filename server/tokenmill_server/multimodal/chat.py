@@ -95,10 +95,10 @@ def make_image_chats(
     Raises ConfigError if images cannot be prepared.
     """
     media = engine.model.media
-    if media is None or settings.max_images == 0:
+    if media is None or settings.limits.images == 0:
         return None
     processor = ImageProcessor(media, read_image_options(Path(engine.model.path), media))
     placeholders = Placeholders(media, inputs.tokenizer, inputs.template)
-    limits = ImageLimits(settings.max_images, engine.scheduler.max_item_tokens)
+    limits = ImageLimits(settings.limits.images, engine.scheduler.max_item_tokens)
     prepared = PreparedMedia(place_caches(settings, num_api_servers, engine.data_parallel_size), on_lookup)
     return ImageChats(inputs, placeholders, MediaLoader(processor, settings, prepared), limits)

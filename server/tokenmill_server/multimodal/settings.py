@@ -1,10 +1,24 @@
 """What an API server may fetch and decode. Knows nothing of flags, which fill it in, nor of models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
+from tokenmill_server.multimodal.video_reading import VideoReading
 
 MIB = 2**20
 GIB = 2**30
+
+
+MOST_ITEMS = 999
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """How many of each kind a request may have."""
+
+    images: int = MOST_ITEMS
+    videos: int = MOST_ITEMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +27,26 @@ class MediaSettings:
 
     loading_threads: int = 8
     """Threads that decode and prepare media."""
-    max_images: int = 999
-    """In a request."""
+    limits: PromptLimits = field(default_factory=PromptLimits)
     fetch_timeout_s: float = 5.0
     """For an image at an http(s) address, redirects included."""
     max_bytes: int = 256 * MIB
     """Of encoded media: of each, and of all of a request together."""
     max_pixels: int = 178_956_970
     """Of an image as it is stored, before it is decoded."""
+    video_fetch_timeout_s: float = 30.0
+    max_video_pixels: int = 8_912_896
+    """Of a frame as it is stored: 4096 x 2176."""
+    max_video_frames: int = 768
+    """Of a video that are looked at, after sampling."""
+    max_video_duration_s: float = 3600.0
+    video_decode_timeout_s: float = 60.0
+    """For decoding the frames that are looked at."""
+    video_reading: VideoReading = field(default_factory=VideoReading)
+    processor_kwargs: ProcessorKwargs = field(default_factory=ProcessorKwargs)
+    """What holds where a request says nothing."""
+    trusts_requests: bool = False
+    """Whether requests may say something else."""
     allow_redirects: bool = True
     allowed_domains: tuple[str, ...] = ()
     """Names of hosts, in lower case: media come from these alone, and whatever address they have. Empty: from every

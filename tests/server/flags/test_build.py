@@ -18,6 +18,9 @@ from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues, offer_keywords
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
+from tokenmill_server.multimodal.settings import PromptLimits
+from tokenmill_server.multimodal.video_reading import VideoReading
 
 MODEL = str(embedded_model_path())
 GIB = 2**30
@@ -105,7 +108,15 @@ CASES = [
     (["--disable-chunked-mm-input"], "scheduler.disable_chunked_mm_input", True),
     (["--mm-processor-cache-gb", "0.5"], "media.cache_gb", 0.5),
     (["--mm-processor-cache-type", "LRU"], "media.cache_type", "lru"),
-    (["--limit-mm-per-prompt", '{"image": 4}'], "media.max_images", 4),
+    (["--limit-mm-per-prompt", '{"image": 4}'], "media.limits", PromptLimits(images=4)),
+    (["--media-io-kwargs", '{"video": {"num_frames": 8}}'], "media.video_reading", VideoReading(8)),
+    (["--mm-processor-kwargs", '{"fps": 1}'], "media.processor_kwargs", ProcessorKwargs(fps=1.0)),
+    (["--trust-request-mm-kwargs"], "media.trusts_requests", True),
+    (["--video-fetch-timeout", "2.5"], "media.video_fetch_timeout_s", 2.5),
+    (["--max-video-pixels", "1m"], "media.max_video_pixels", 10**6),
+    (["--max-video-frames", "64"], "media.max_video_frames", 64),
+    (["--max-video-duration", "60"], "media.max_video_duration_s", 60.0),
+    (["--video-decode-timeout", "5"], "media.video_decode_timeout_s", 5.0),
     (["--allowed-media-domains", "a.example", "B.example"], "media.allowed_domains", ("a.example", "b.example")),
     (["--allowed-local-media-path", "/"], "media.local_path", "/"),
     (["--media-loading-threads", "3"], "media.loading_threads", 3),

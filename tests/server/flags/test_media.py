@@ -1,5 +1,6 @@
 """Flags of images."""
 
+import json
 import re
 from typing import Any
 
@@ -10,7 +11,11 @@ from tokenmill_engine.errors import ConfigError
 from tokenmill_server.config import Configuration
 from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
-from tokenmill_server.flags.media import domain_list, image_limit
+from tokenmill_server.flags.media import domain_list
+from tokenmill_server.flags.media_limits import prompt_limits
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
+from tokenmill_server.multimodal.settings import PromptLimits
+from tokenmill_server.multimodal.video_reading import VideoReading
 
 
 def configure(*arguments: str, **environment: str) -> Configuration:
@@ -18,32 +23,38 @@ def configure(*arguments: str, **environment: str) -> Configuration:
 
 
 @pytest.mark.parametrize(
-    ("value", "limit"),
+    ("value", "images", "videos"),
     [
-        ('{"image": 4}', 4),
-        ("image=4", 4),
-        ({"image": 4, "video": 0}, 4),
-        ('{"image": {"count": 5, "width": 512, "height": 512}}', 5),
-        ('{"image": 0}', 0),
-        ("{}", 999),
-        ('{"video": 0, "audio": 0}', 999),
+        ('{"image": 4}', 4, 999),
+        ("image=4", 4, 999),
+        ("image=4,video=1", 4, 1),
+        ({"image": 4, "video": 0}, 4, 0),
+        ('{"image": {"count": 5, "width": 512, "height": 512}}', 5, 999),
+        ('{"video": {"count": 2, "num_frames": 32, "width": 512, "height": 512}}', 999, 2),
+        ('{"image": {"width": 512}}', 999, 999),
+        ('{"image": 0}', 0, 999),
+        ("{}", 999, 999),
+        ('{"video": 0, "audio": 0}', 999, 0),
     ],
 )
-def test_limits(value: Any, limit: int) -> None:
-    assert image_limit(value) == limit
+def test_limits(value: Any, images: int, videos: int) -> None:
+    assert prompt_limits(value) == PromptLimits(images, videos)
+    media = configure("--limit-mm-per-prompt", value if isinstance(value, str) else json.dumps(value)).server.media
+    assert media.limits == PromptLimits(images, videos)
 
 
 @pytest.mark.parametrize(
-    "value", ["", "image", "image=x", '{"image": -1}', '{"image": "4"}', "[1]", '{"pdf": 1}', True]
+    "value",
+    ["", "image", "image=x", '{"image": -1}', '{"image": "4"}', "[1]", '{"pdf": 1}', True, {"image": {"count": "x"}}],
 )
 def test_what_is_no_limit(value: Any) -> None:
-    with pytest.raises(ValueError, match="how many images"):
-        image_limit(value)
+    with pytest.raises(ValueError, match="how many images and videos"):
+        prompt_limits(value)
 
 
-def test_other_modalities_are_refused() -> None:
-    with pytest.raises(ConfigError, match="video and audio are not supported yet"):
-        configure("--limit-mm-per-prompt", '{"image": 2, "video": 1}')
+def test_sound_is_refused() -> None:
+    with pytest.raises(ConfigError, match="audio is not supported, its limit is 0"):
+        configure("--limit-mm-per-prompt", '{"image": 2, "audio": 1}')
 
 
 def test_domains() -> None:
@@ -90,8 +101,39 @@ def test_how_images_are_prepared_must_be_known_at_start(tmp_path: Any) -> None:
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=re.escape("""--limit-mm-per-prompt '{"image": 0}'""")):
         configure("--model", str(folder))
-    assert configure("--model", str(folder), "--limit-mm-per-prompt", '{"image": 0}').server.media.max_images == 0
+    assert configure("--model", str(folder), "--limit-mm-per-prompt", '{"image": 0}').server.media.limits.images == 0
 
 
 def test_llava() -> None:
     assert configure("--model", str(cached_tiny_media_model("llava"))).engine.model.media is not None
+
+
+def test_videos() -> None:
+    media = configure(
+        "--media-io-kwargs",
+        '{"video": {"num_frames": 16}}',
+        "--mm-processor-kwargs",
+        '{"max_pixels": 602112}',
+        "--trust-request-mm-kwargs",
+        *("--max-video-pixels", "1000000", "--max-video-frames", "64", "--max-video-duration", "60"),
+        *("--video-decode-timeout", "5"),
+        VLLM_VIDEO_FETCH_TIMEOUT="9",
+    ).server.media
+    assert media.video_reading == VideoReading(16)
+    assert media.processor_kwargs == ProcessorKwargs(max_pixels=602112)
+    assert media.trusts_requests
+    assert (media.max_video_pixels, media.max_video_frames, media.max_video_duration_s) == (1000000, 64, 60.0)
+    assert (media.video_decode_timeout_s, media.video_fetch_timeout_s, media.fetch_timeout_s) == (5.0, 9.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--media-io-kwargs", '{"video": {"frames": 1}}', "video.frames is not known; known are num_frames and fps"),
+        ("--media-io-kwargs", "x", "an object such as"),
+        ("--mm-processor-kwargs", '{"num_crops": 1}', "'num_crops' is not known; known are size"),
+    ],
+)
+def test_what_media_cannot_be_told(flag: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure(flag, value)

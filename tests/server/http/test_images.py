@@ -22,7 +22,7 @@ from tests.support.tiny_media_models import ADDED_TOKENS, IMAGE_PAD, cached_tiny
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.messages import AddRequest
-from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.settings import MediaSettings, PromptLimits
 from tokenmill_server.processing.tokenizer import load_tokenizer
 
 PATH = "/v1/chat/completions"
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     media = MediaSettings(
-        max_images=3,
+        limits=PromptLimits(images=3),
         allowed_domains=("localhost",),
         local_path=str(folder),
         max_bytes=2_000_000,
@@ -311,6 +311,9 @@ def test_images_that_the_engine_cannot_hold() -> None:
 
 
 def test_no_images_by_flag() -> None:
-    with run_server(engine=qwen(), media=MediaSettings(max_images=0)) as server, server.client() as client:
+    with (
+        run_server(engine=qwen(), media=MediaSettings(limits=PromptLimits(images=0))) as server,
+        server.client() as client,
+    ):
         param = "messages[0].content[0].type"
         refused(client, server, chat(image(picture_url(20, 30)), "b"), param, "takes text only")
