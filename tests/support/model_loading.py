@@ -23,6 +23,7 @@ def model_config(name: str | Path | None, **changes: Any) -> ModelConfig:
         "dtype": "float32",
         "seed": 0,
         "max_model_len": 512,
+        "media": files.media,
     }
     return ModelConfig(
         name=files.name,
@@ -30,7 +31,6 @@ def model_config(name: str | Path | None, **changes: Any) -> ModelConfig:
         tokenizer_path=files.tokenizer_path,
         max_model_len_explicit=False,
         eos_token_ids=files.eos_token_ids,
-        media=files.media,
         **(values | changes),
     )
 

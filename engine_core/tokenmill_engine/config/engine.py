@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tokenmill_engine.config.architecture import ArchitectureConfig
-from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.config.media import EncoderMode, MediaConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -37,7 +37,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     max_logprobs: int = 20
     media: MediaConfig | None = None
-    """How prompts carry images; None for models of text alone."""
+    """How prompts carry images; None for models of text alone, and for others of which only that is wanted."""
+    encoder_mode: EncoderMode = "weights"
+    """How workers that share each layer share the vision encoder."""
 
     @property
     def num_parameters(self) -> int:

@@ -5,6 +5,9 @@ from typing import Literal
 
 VisionKind = Literal["clip", "siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MediaKind = Literal["llava", "qwen2_vl"]
+EncoderMode = Literal["weights", "data"]
+"""`weights`: each worker has a part of the encoder, and all compute every image together; `data`: each has all of the
+encoder, and the images of a step are split over them."""
 
 _POSITIONS_PER_TOKEN = 4
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokenmill_engine.config.architecture import ArchitectureConfig
+from tokenmill_engine.config.media import EncoderMode, VisionConfig
 from tokenmill_engine.errors import ConfigError
 
 ExecutorKind = Literal["uni", "mp"]
@@ -53,6 +54,35 @@ def check_tensor_parallel(architecture: ArchitectureConfig, size: int, stated: s
         f"{stated or f'--tensor-parallel-size {size}'} does not fit {architecture.name} with {', '.join(obstacles)}; "
         f"sizes that do: {valid}"
     )
+
+
+def check_encoder_parallel(vision: VisionConfig, mode: EncoderMode, size: int, stated: str | None = None) -> None:
+    """Whether `size` workers can share a vision encoder. Its heads need not divide: some workers have one more.
+
+    Raises:
+        ConfigError: some would have none. Names every size that works, and the mode in which all do.
+    """
+    if mode == "weights" and size > vision.num_heads:
+        raise ConfigError(
+            f"{stated or f'--tensor-parallel-size {size}'} is more than the {vision.num_heads} attention heads of the "
+            f"vision encoder; sizes up to {vision.num_heads} work, and all do with --mm-encoder-tp-mode data, with "
+            "which each worker has all of the encoder"
+        )
+
+
+def check_first_stage(vision: VisionConfig, num_layers: int, stated: str = "the pipeline") -> None:
+    """Whether a first stage of `num_layers` layers has all those behind which something of images is added. `stated`
+    is the flag that makes it so short.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    needed = len(vision.deepstack_layers)
+    if needed > num_layers:
+        raise ConfigError(
+            f"{stated} leaves {num_layers} of the model's layers in the first stage, which needs the {needed} behind "
+            "which images are added; use fewer stages, or a longer first one with --pipeline-parallel-layers"
+        )
 
 
 def tensor_parallel_sizes(architecture: ArchitectureConfig) -> list[int]:

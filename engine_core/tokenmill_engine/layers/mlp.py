@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenmill_engine.layers.linear import Linear
-from tokenmill_engine.layers.placement import Placement, Target, whole
+from tokenmill_engine.layers.placement import Placement, Share, Target, whole
 from tokenmill_kernels import ops
 
 
@@ -14,8 +14,16 @@ class GatedMLP:
 
     __slots__ = ("down_proj", "gate_up_proj")
 
-    def __init__(self, hidden_size: int, intermediate_size: int, has_bias: bool, placement: Placement) -> None:
-        hidden, width = whole(hidden_size), placement.share(intermediate_size)
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        has_bias: bool,
+        placement: Placement,
+        width: Share | None = None,
+    ) -> None:
+        """`width`: of this worker, where it is not an equal share."""
+        hidden, width = whole(hidden_size), width or placement.share(intermediate_size)
         self.gate_up_proj = Linear(hidden, {"gate_proj": width, "up_proj": width}, has_bias, placement)
         self.down_proj = Linear(width, {"down_proj": hidden}, has_bias, placement)
 

@@ -38,11 +38,24 @@ class Target:
     """Of the parameter, with the shape of the part."""
     part: tuple[Share, ...]
     """Which part, along each dimension of the tensor."""
+    stacked: int = 1
+    """The tensor is as many of equal size one after another, of each of which this is the part."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return tuple(share.total for share in self.part)
+        first, *rest = (share.total for share in self.part)
+        return (first * self.stacked, *rest)
+
+    def single(self) -> "list[Target]":
+        """Targets of parts without gaps, in order, each of the whole tensor."""
+        if self.stacked == 1:
+            return [self]
+        first, *rest = self.part
+        total = first.total * self.stacked
+        shares = (Share(first.first + index * first.total, first.count, total) for index in range(self.stacked))
+        views = self.view.chunk(self.stacked)
+        return [Target(view, (share, *rest)) for view, share in zip(views, shares, strict=True)]
 
     @classmethod
     def of_whole(cls, view: torch.Tensor) -> "Target":
@@ -71,6 +84,14 @@ class Placement:
         several workers in a row have, where it is the number of workers that divides by theirs."""
         rank, size = self.group.rank, self.group.size
         return Share(rank * total // size, max(1, total // size), total)
+
+    def even(self, total: int, unit: int = 1) -> Share:
+        """This worker's part of `total` things that need not divide by the number of workers: as even as can be in
+        pieces of `unit`. Some workers may have nothing of fewer things than there are workers."""
+        rank, size = self.group.rank, self.group.size
+        num_units = -(-total // unit)
+        first, end = (min(total, each * num_units // size * unit) for each in (rank, rank + 1))
+        return Share(first, end - first, total)
 
     def run(self, total: int) -> Share:
         """This worker's part of `total` things that need not divide: as many on each worker, fewer on the last."""

@@ -146,7 +146,7 @@ def load_weights(model: DenseDecoder, config: ModelConfig, cancelled: threading.
     with closing(_open_source(config)) as source:
         match = match_gguf if config.load_format == "gguf" else match_safetensors
         destinations = match(model, source.shapes, config.path)
-        parts = {destination.name: destination.part for destination in destinations}
+        parts = {destination.key: (destination.name, destination.part) for destination in destinations}
         _run_copies(destinations, PartSource(source, parts), model.device, cancelled)
 
 
@@ -213,11 +213,11 @@ def _runs(
     """Copies that together fill one destination, each with the number of bytes it writes."""
     target = destination.target
     slab = target.numel() // target.shape[0]
-    item_bytes = max(source.dtype(destination.name).itemsize, target.itemsize)
+    item_bytes = max(source.dtype(destination.key).itemsize, target.itemsize)
     step = max(1, run_bytes // (slab * item_bytes))
     for first in range(0, target.shape[0], step):
         part = target[first : first + step]
-        yield partial(Lane.copy, source=source, name=destination.name, first=first * slab, part=part), part.nbytes
+        yield partial(Lane.copy, source=source, name=destination.key, first=first * slab, part=part), part.nbytes
 
 
 def _fill_randomly(targets: Mapping[str, Target], names: Sequence[str], seed: int, cancelled: threading.Event) -> None:
@@ -242,4 +242,5 @@ def _fill_tensor(name: str, target: Target, seed: int) -> None:
     values = view if target.shape == view.shape else view.new_empty(target.shape)
     values.uniform_(-bound, bound, generator=torch.Generator(view.device).manual_seed(seed))
     if values is not view:
-        view.copy_(cut(values, target.part))
+        for single in target.single():
+            single.view.copy_(cut(values, single.part))

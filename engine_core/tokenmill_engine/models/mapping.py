@@ -50,6 +50,11 @@ class Destination:
     part: tuple[Share, ...]
     """Of the checkpoint's tensor, along each of its dimensions."""
 
+    @property
+    def key(self) -> str:
+        """No other destination's: several may take their parts of one tensor."""
+        return f"{self.name} from {self.part[0].first}"
+
 
 def match_safetensors(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destination]:
     """Destinations of a Hugging Face checkpoint. Raises ConfigError as `_match`."""
@@ -105,7 +110,7 @@ def _match(
     ]
     if misshapen:
         raise ConfigError(f"{source} has {len(misshapen)} tensor(s) of the wrong shape: {_some(misshapen)}")
-    return [Destination(name, target.view, target.part) for name, target in expected.items()]
+    return [Destination(name, part.view, part.part) for name, target in expected.items() for part in target.single()]
 
 
 def _refuse_unexpected(names: Iterable[str], known_names: Iterable[str], source: str) -> None:

@@ -9,22 +9,23 @@ import torch
 from tokenmill_engine.attention.backend import AttentionBackend
 from tokenmill_engine.attention.batch import ForwardBatch
 from tokenmill_engine.config.engine import ModelConfig
-from tokenmill_engine.config.media import MediaConfig, VisionConfig
+from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.config.parallel import check_first_stage
 from tokenmill_engine.config.stages import Stage
 from tokenmill_engine.distributed.group import ALONE, Group
-from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.models.vision.encoder import ImageInput, VisionEncoder
 from tokenmill_engine.models.vision.pixels import pixel_values
 from tokenmill_engine.models.vision.qwen import QwenVision
 from tokenmill_engine.models.vision.qwen3 import Qwen3Vision
-from tokenmill_engine.models.vision.spelling import own_name
+from tokenmill_engine.models.vision.spelling import decoder_name, own_name
 from tokenmill_engine.models.vision.tower import VisionTower
 
 
 class MediaDecoder(DenseDecoder):
-    """LLaVA, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Every worker of the first stage has all of the encoder."""
+    """LLaVA, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The workers of the first stage have the encoder, together or each all
+    of it as `ModelConfig.encoder_mode` says; without `ModelConfig.media` nobody has."""
 
     def __init__(
         self,
@@ -36,21 +37,18 @@ class MediaDecoder(DenseDecoder):
     ) -> None:
         """As in `DenseDecoder`."""
         super().__init__(config, device, attention, group, stage)
-        if config.media is None:
-            raise ValueError(f"{config.architecture.name} needs to know how prompts carry images")
-        self._vision = config.media.vision
-        self._turns_with = _dimensions(config.media, device)
-        if self.stage.is_first and len(self._vision.deepstack_layers) > len(self.layers):
-            raise ConfigError(
-                f"images are added behind the first {len(self._vision.deepstack_layers)} layers of "
-                f"{config.architecture.name}, which must be in the first stage; it has {len(self.layers)}"
-            )
-        self.encoder = _build(self._vision, Placement(self.dtype, device)) if self.stage.is_first else None
+        media = config.media
+        self._vision = media.vision if media is not None else None
+        self._turns_with = _dimensions(media, device) if media is not None else None
+        if media is not None and self.stage.is_first:
+            check_first_stage(media.vision, len(self.layers))
+        group = group if config.encoder_mode == "weights" else ALONE
+        self.encoder = self._build(device, group) if self.stage.is_first else None
 
     @property
     def row_size(self) -> int:
         """Values of a row of an encoder's output: `MediaRows.rows`."""
-        return self._vision.row_size
+        return self._vision.row_size if self._vision is not None else self.architecture.hidden_size
 
     def targets(self) -> dict[str, Target]:
         """As in `DenseDecoder`, and those of the encoder."""
@@ -59,11 +57,14 @@ class MediaDecoder(DenseDecoder):
 
     def parameter_names(self) -> list[str]:
         """As in `DenseDecoder`, and those of the encoder."""
-        shadow = _build(self._vision, Placement(self.dtype, torch.device("meta")))
-        return super().parameter_names() + [name for name, _ in shadow.targets()]
+        shadow = self._build(torch.device("meta"), ALONE)
+        names = [name for name, _ in shadow.targets()] if shadow is not None else []
+        return super().parameter_names() + names
 
     def own_name(self, name: str) -> str | None:
         """As in `DenseDecoder`."""
+        if self._vision is None:
+            return decoder_name(name)
         return own_name(name, max(self._vision.feature_layers, default=None))
 
     def finalize(self, allow_fused: bool = True) -> None:
@@ -75,16 +76,19 @@ class MediaDecoder(DenseDecoder):
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageInput]) -> list[torch.Tensor]:
         """What takes the place of each image's placeholders, [num_tokens, row_size] of the model's dtype, all images in
-        one batch.
+        one batch. Of workers that have the encoder together, all make the same calls.
 
-        Raises ValueError for pixels that the encoder does not take, RuntimeError on a later stage.
+        Raises ValueError for pixels that the encoder does not take, RuntimeError where there is no encoder.
         """
+        if not images:
+            return []
         if self.encoder is None:
-            raise RuntimeError("the encoder is on the first stage")
-        return self.encoder.encode([self._with_values(image) for image in images]) if images else []
+            raise RuntimeError("there is no encoder here")
+        return self.encoder.encode([self.ready(image) for image in images])
 
-    def _with_values(self, image: ImageInput) -> ImageInput:
-        if image.values is None:
+    def ready(self, image: ImageInput) -> ImageInput:
+        """The same with float32 pixels on the model's device, as the encoder takes them."""
+        if image.values is None or self._vision is None:
             return image
         pixels, values = (each.to(self.device) for each in (image.pixel_values, image.values))
         return ImageInput(pixel_values(pixels, values, self._vision), image.grid)
@@ -132,11 +136,14 @@ class MediaDecoder(DenseDecoder):
             raise ValueError("the model has no positions in three dimensions")
         return self.cos_sin.gather(0, positions.index_select(0, self._turns_with).T.long())
 
-
-def _build(vision: VisionConfig, placement: Placement) -> VisionEncoder:
-    if vision.kind in ("clip", "siglip"):
-        return VisionTower(vision, placement)
-    return Qwen3Vision(vision, placement) if vision.kind == "qwen3_vl" else QwenVision(vision, placement)
+    def _build(self, device: torch.device, group: Group) -> VisionEncoder | None:
+        if self._vision is None:
+            return None
+        placement = Placement(self.dtype, device, group)
+        if self._vision.kind in ("clip", "siglip"):
+            return VisionTower(self._vision, placement)
+        encoder = Qwen3Vision if self._vision.kind == "qwen3_vl" else QwenVision
+        return encoder(self._vision, placement)
 
 
 def _dimensions(media: MediaConfig, device: torch.device) -> torch.Tensor | None:

@@ -12,17 +12,17 @@ class PartSource(WeightSource):
     """Parts of another source's tensors, as if they were the whole ones. Only they are read: of a part of the columns
     each row by itself, and with quantized types the blocks that the part touches."""
 
-    def __init__(self, source: CheckpointSource, parts: Mapping[str, tuple[Share, ...]]) -> None:
-        """`parts` of every tensor that is read, one share for each dimension."""
+    def __init__(self, source: CheckpointSource, parts: Mapping[str, tuple[str, tuple[Share, ...]]]) -> None:
+        """What each name here stands for: a tensor of `source`, and its part, one share for each dimension."""
         self._source = source
         self._parts = parts
-        self.shapes = {name: tuple(share.count for share in part) for name, part in parts.items()}
+        self.shapes = {name: tuple(share.count for share in part) for name, (_, part) in parts.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
+        return self._source.dtype(self._parts[name][0])
 
     def read(self, name: str, first: int, count: int, buffer: torch.Tensor) -> torch.Tensor:
-        rows, *columns = self._parts[name]
+        name, (rows, *columns) = self._parts[name]
         if not columns:
             return self._source.read(name, rows.first + first, count, buffer)
         width = columns[0]

@@ -15,9 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import MediaRows
-from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.media import MediaConfig
-from tokenmill_engine.errors import StartupError
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
@@ -29,15 +27,6 @@ from tokenmill_engine.worker.slot_positions import SlotPositions
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
-
-
-def check_can_encode(config: EngineConfig) -> None:
-    """Raises StartupError where images cannot be served yet."""
-    if config.model.media is None:
-        return
-    name = config.model.architecture.name
-    if config.device.kind != "cpu":
-        raise StartupError(f"{name} reads images, which works on the CPU alone so far; use --device cpu")
 
 
 class EncoderOutputs:
@@ -68,19 +57,35 @@ class EncoderOutputs:
                 self._outputs[image.entry] = output
 
     def _encode(self, image: EncoderInput) -> torch.Tensor | None:
-        """Rows [num_tokens, row_size]; None if that does not work for this image."""
-        pixels, values = (as_tensor(image.tensors[name]) for name in ("pixel_values", "values"))
+        """Rows [num_tokens, row_size]; None if that does not work for this image. Of workers that encode together,
+        one that fails in the middle leaves the others waiting: then the step has failed, whatever the error."""
+        ready = self._ready(image)
+        if not self._share.are_ready(ready is not None) or ready is None:
+            return None
         try:
-            (rows,) = self._model.encode([ImageInput(pixels, image.grid, values)])
+            (rows,) = self._model.encode([ready])
         except torch.AcceleratorError:
             raise
         except (ValueError, RuntimeError) as error:
-            logger.error("an image of %d tokens could not be encoded: %s", image.num_tokens, error)
+            if self._share.is_joint and not isinstance(error, ValueError):
+                raise
+            _log_failure(image, error)
             return None
         if len(rows) != image.num_tokens:
             logger.error("an image became %d rows and has %d placeholders", len(rows), image.num_tokens)
             return None
         return rows
+
+    def _ready(self, image: EncoderInput) -> ImageInput | None:
+        """With its pixels on the device; None if they cannot be brought there."""
+        try:
+            pixels, values = (as_tensor(image.tensors[name]) for name in ("pixel_values", "values"))
+            return self._model.ready(ImageInput(pixels, image.grid, values))
+        except torch.AcceleratorError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            _log_failure(image, error)
+            return None
 
     def gather(self, places: list[PlaceholderRows], query_start: NDArray[np.int32]) -> tuple[MediaRows, MissingRows]:
         """Which tokens of the batch are replaced by what, of several workers by zeros on all but one; rows of the plan
@@ -101,6 +106,10 @@ class EncoderOutputs:
             first = int(query_start[place.row]) + place.start
             tokens.append(np.arange(first, first + place.count, dtype=np.int64))
         return MediaRows(torch.from_numpy(np.concatenate(tokens)).to(device), torch.cat(rows)), missing
+
+
+def _log_failure(image: EncoderInput, error: Exception) -> None:
+    logger.error("an image of %d tokens could not be encoded: %s", image.num_tokens, error)
 
 
 class MissingReports:

@@ -1,4 +1,4 @@
-"""Which of the workers that share each layer encodes an image and keeps its rows. Torch-free.
+"""Which of the workers that share each layer encodes an image and keeps its rows.
 
 Embeddings are added up over these workers: rows that one of them has, and the others take for zeros, are where they
 are needed without being sent. All workers come to the same answer by themselves, from the plan alone.
@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tokenmill_engine.config.media import EncoderMode
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.outputs import EncoderInput
 
 
@@ -15,22 +17,34 @@ from tokenmill_engine.outputs import EncoderInput
 class EncoderShare:
     """One worker's view."""
 
-    rank: int = 0
-    size: int = 1
-    computes_together: bool = False
-    """Each worker has a part of the encoder, and all compute every image; otherwise each has all of it, and computes
-    the images whose rows it keeps."""
+    group: Group = ALONE
+    mode: EncoderMode = "weights"
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self.group.rank
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether all workers compute every image, together. Then they must make the same calls."""
+        return self.mode == "weights" and self.group.size > 1
 
     def keepers(self, images: Sequence[EncoderInput]) -> list[int]:
         """Which worker keeps the rows of each of the `images` of a step."""
-        if self.computes_together:
-            return [image.entry % self.size for image in images]
+        size = self.group.size
+        if self.is_joint:
+            return [image.entry % size for image in images]
         first = images[0].entry if images else 0
-        return split_evenly([num_patches(image) for image in images], self.size, first)
+        return split_evenly([num_patches(image) for image in images], size, first)
 
     def computes(self, keeper: int) -> bool:
         """Whether this worker has a part in encoding an image whose rows `keeper` keeps."""
-        return self.computes_together or keeper == self.rank
+        return self.is_joint or keeper == self.rank
+
+    def are_ready(self, is_ready: bool) -> bool:
+        """Whether all that compute the next image can. Who computes together is asked by all at once."""
+        return self.group.agree_min(is_ready) == 1 if self.is_joint else is_ready
 
 
 def num_patches(image: EncoderInput) -> int:

@@ -19,7 +19,7 @@ from tokenmill_engine.outputs import KVCapacity, MissingImages, StepPlan
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Backend
 from tokenmill_engine.worker.cpu import CpuBackend
-from tokenmill_engine.worker.encoder import MissingReports, check_can_encode
+from tokenmill_engine.worker.encoder import MissingReports
 from tokenmill_engine.worker.runner import PendingStep, Runner
 from tokenmill_engine.worker.slots import SlotShape
 
@@ -53,7 +53,6 @@ class Worker:
             StartupError: the machine cannot give what the configuration asks for.
         """
         config = self._config
-        check_can_encode(config)
         with self._phase("device"):
             backend = self._claim_device()
             self._device, self._chain = backend.device, backend.chain

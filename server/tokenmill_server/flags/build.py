@@ -19,10 +19,12 @@ from tokenmill_engine.config.engine import (
 )
 from tokenmill_engine.config.hf_folder import read_generation_defaults
 from tokenmill_engine.config.model_files import ModelFiles, check_weights, resolve_model
+from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.config import Configuration, DataParallelConfig, FaultConfig, LoadBalancing, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
+from tokenmill_server.flags.encoder import check_encoder, with_wanted_media
 from tokenmill_server.flags.media_settings import resolve_media, resolve_placement
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
@@ -47,9 +49,10 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     """
     _check_contradictions(values)
     parallel = resolve_data_parallel(values)
-    files = resolve_model(values["model"], values["tokenizer"])
+    files = with_wanted_media(resolve_model(values["model"], values["tokenizer"]), values)
     device = detect_device(values["device"])
     workers = resolve_workers(values, files.architecture, device, parallel.size_local)
+    check_encoder(files, values, device)
     if device.kind == "cpu" and values.is_given("gpu_memory_utilization"):
         logger.warning(
             "%s has no effect on the CPU; use --kv-cache-memory-bytes to size the KV cache",
@@ -60,7 +63,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     if load_format != "dummy":
         check_weights(files)
     _check_tokenizer(files)
-    _check_memory(values, files, device, dtype, (parallel.size_local, workers.world_size))
+    _check_memory(values, files, device, dtype, (parallel.size_local, workers))
     names = values["served_model_name"] or (files.name,)
     api_servers = _api_servers(values, device, parallel, offline=offline)
     server = _server_config(values, files, names, api_servers)
@@ -141,24 +144,26 @@ def _check_tokenizer(files: ModelFiles) -> None:
 
 
 def _check_memory(
-    values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, counts: tuple[int, int]
+    values: FlagValues, files: ModelFiles, device: DeviceInfo, dtype: DtypeName, copies: tuple[int, ParallelConfig]
 ) -> None:
-    """Weights alone must fit: into this machine once for each of its engine cores, the first of `counts`, or into a GPU
-    with as much of them as each worker has, of whom each engine core has the second of `counts`. What is left for the
+    """Weights alone must fit: into this machine once for each of its engine cores, the first of `copies`, or into a GPU
+    with as much of them as each worker has, of whom each engine core has those that come second. What is left for the
     KV cache is measured after loading, unless its bytes for each worker are given."""
-    engines, workers = counts
+    engines, parallel = copies
+    workers, members = parallel.world_size, parallel.tensor_parallel_size
     if engines == 0:
         return
     weights = files.architecture.num_parameters * _DTYPE_BYTES[dtype]
-    # Every worker has all of a vision encoder.
+    # The workers of the first stage have the vision encoder, together or each.
+    num_encoders = members if values["mm_encoder_tp_mode"] == "data" else 1
     encoder = files.media.vision.num_parameters * _DTYPE_BYTES[dtype] if files.media is not None else 0
     if device.kind == "cuda":
         room, owner = int(device.total_memory_bytes * values["gpu_memory_utilization"]), "each GPU"
-        needed = weights // workers + encoder
+        needed = weights // workers + num_encoders * encoder // members
         remedy = "a smaller model, or more GPUs for each copy of it (--tensor-parallel-size)"
     else:
         room, owner = device.total_memory_bytes, "this machine"
-        weights += workers * encoder
+        weights += num_encoders * encoder
         needed = engines * (weights + workers * (values["kv_cache_memory_bytes"] or 0))
         remedy = "a smaller model" if engines == 1 else f"a smaller --{FLAGS[engines_flag(values)].name} than {engines}"
         if values["kv_cache_memory_bytes"] and engines * weights < room:
@@ -191,6 +196,7 @@ def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat
         eos_token_ids=files.eos_token_ids,
         max_logprobs=values["max_logprobs"],
         media=files.media,
+        encoder_mode=values["mm_encoder_tp_mode"],
     )
 
 

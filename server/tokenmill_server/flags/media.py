@@ -59,6 +59,25 @@ MEDIA = (
         metavar="JSON",
     ),
     Flag(
+        "language-model-only",
+        Group.MULTIMODAL,
+        boolean,
+        False,
+        "Take text alone: the model's encoder of images is not loaded. So does --limit-mm-per-prompt image=0,video=0",
+        "model.media",
+        arity=Arity.SWITCH,
+    ),
+    Flag(
+        "mm-encoder-tp-mode",
+        Group.MULTIMODAL,
+        one_of("weights", "data"),
+        "weights",
+        "How the workers of --tensor-parallel-size share the encoder of images: weights (each has a part of it, and "
+        "all compute every image together) or data (each has all of it, and images are split over them)",
+        "model.encoder_mode",
+        metavar="weights|data",
+    ),
+    Flag(
         "disable-chunked-mm-input",
         Group.MULTIMODAL,
         boolean,

@@ -107,9 +107,8 @@ _ROWS = [
     *_values("scheduler-cls", "max-num-partial-prefills", "max-long-partial-prefills"),
     # Multimodal, LoRA, speculation, structured output
     _value("mm-hasher-algorithm", "blake3"),
-    *_values("mm-shm-cache-max-object-size-mb", "mm-encoder-tp-mode", "video-pruning-rate"),
+    *_values("mm-shm-cache-max-object-size-mb", "video-pruning-rate"),
     *_switches("false", "enable-mm-embeds", "skip-mm-profiling", "interleave-mm-strings"),
-    _switch("language-model-only", "false", remark="use --limit-mm-per-prompt image=0"),
     *_switches("false", "enable-lora", "fully-sharded-loras"),
     *_values("max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-modules", "lora-target-modules"),
     _value("speculative-config", short="-sc"),

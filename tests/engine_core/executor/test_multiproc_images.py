@@ -13,6 +13,7 @@ from tests.support.media_forward import MediaPrompt, prompt, random_image
 from tests.support.media_items import make_pixels, with_values
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
+from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.multiproc import MultiprocExecutor
@@ -22,7 +23,8 @@ from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 
 pytestmark = pytest.mark.slow
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "qwen2_vl", "qwen2_5_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+HEADS = {"llava": "num_attention_heads", "qwen2_vl": "num_heads", "qwen2_5_vl": "num_heads", "qwen3_vl": "num_heads"}
 SCHEDULER = SchedulerConfig(explicit_budget=True, max_num_batched_tokens=16, encoder_cache_tokens=20)
 """Prompts and images are computed in chunks."""
 SMALL_RING_BYTES = 4096
@@ -39,14 +41,29 @@ def prompts(engine: ImageEngine) -> list[MediaPrompt]:
     ]
 
 
-def config_of(family: MediaFamily, parallel: ParallelConfig | None = None, **changes: int) -> EngineConfig:
-    folder = cached_tiny_media_model(family)
-    return image_config(folder, SCHEDULER, parallel=parallel or ParallelConfig(), **changes)
+def config_of(
+    family: MediaFamily,
+    parallel: ParallelConfig | None = None,
+    mode: EncoderMode = "weights",
+    num_heads: int = 2,
+    **changes: int,
+) -> EngineConfig:
+    """`num_heads` of the encoder and the decoder, with 8 and 16 numbers each."""
+    width = 16 * num_heads
+    text = {"hidden_size": width, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    vision: dict[str, int] = {"hidden_size": 8 * num_heads, HEADS[family]: num_heads}
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 8 * num_heads, "hidden_size": width}
+    elif family != "llava":
+        vision |= {"out_hidden_size": width}
+    folder = cached_tiny_media_model(family, text_config=text | {"intermediate_size": 96}, vision_config=vision)
+    config = image_config(folder, SCHEDULER, parallel=parallel or ParallelConfig(), **changes)
+    return replace(config, model=replace(config.model, encoder_mode=mode))
 
 
 @cache
-def expected(family: MediaFamily) -> list[list[int]]:
-    engine = ImageEngine(config_of(family))
+def expected(family: MediaFamily, num_heads: int = 2) -> list[list[int]]:
+    engine = ImageEngine(config_of(family, num_heads=num_heads))
     try:
         return engine.ask(prompts(engine))
     finally:
@@ -64,16 +81,26 @@ def workers(folder: Path, config: EngineConfig) -> Iterator[ImageEngine]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_members", "num_stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_members", "num_stages", "mode"),
+    [(1, 1, "weights"), (2, 1, "weights"), (2, 1, "data"), (1, 2, "weights"), (2, 2, "weights"), (2, 2, "data")],
+)
 def test_answers_are_those_of_a_worker_in_this_process(
-    family: MediaFamily, num_members: int, num_stages: int, tmp_path: Path
+    family: MediaFamily, num_members: int, num_stages: int, mode: EncoderMode, tmp_path: Path
 ) -> None:
     """The second time from the prefix cache, whose hits may end within an image."""
     parallel = ParallelConfig(num_members, num_stages, executor="mp")
-    with workers(tmp_path, config_of(family, parallel)) as engine:
+    with workers(tmp_path, config_of(family, parallel, mode)) as engine:
         assert engine.ask(prompts(engine)) == expected(family)
         assert engine.ask(prompts(engine)[:2]) == expected(family)[:2]
         assert any(engine.cached.values())
+
+
+@pytest.mark.parametrize("mode", ["weights", "data"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_three_workers(family: MediaFamily, mode: EncoderMode, tmp_path: Path) -> None:
+    with workers(tmp_path, config_of(family, ParallelConfig(3, executor="mp"), mode, num_heads=3)) as engine:
+        assert engine.ask(prompts(engine)) == expected(family, num_heads=3)
 
 
 @pytest.mark.parametrize(("num_members", "num_stages"), [(1, 1), (2, 1), (1, 2)])
@@ -109,13 +136,15 @@ def test_preempted_requests_are_answered_the_same_in_stages(family: MediaFamily,
         assert engine.core.scheduler.counters.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("num_members", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_members", "num_stages", "mode"), [(2, 1, "data"), (2, 1, "weights"), (1, 2, "weights"), (2, 2, "data")]
+)
 def test_an_image_that_cannot_be_encoded_fails_its_row_alone_whichever_worker_has_it(
-    num_members: int, num_stages: int, tmp_path: Path
+    num_members: int, num_stages: int, mode: EncoderMode, tmp_path: Path
 ) -> None:
     parallel = ParallelConfig(num_members, num_stages, executor="mp")
     tensors = with_values(make_pixels((20, 48)))
-    with workers(tmp_path, config_of("qwen2_vl", parallel)) as engine:
+    with workers(tmp_path, config_of("qwen2_vl", parallel, mode)) as engine:
         plan = rehearsal_plan(2, 8, 1, BLOCK_SIZE, GREEDY)
         starts = [replace(start, block_ids=([2 * row, 2 * row + 1],)) for row, start in enumerate(plan.starts)]
         plan = replace(plan, starts=starts)

@@ -34,9 +34,21 @@ def test_runs_cover_everything_once_and_the_last_is_shorter(total: int, size: in
     assert {placement.longest_run(total) for placement in placements(size)} == {counts[0]}
 
 
+@pytest.mark.parametrize(
+    ("total", "size", "unit", "counts"),
+    [(16, 4, 1, [4] * 4), (16, 3, 1, [5, 5, 6]), (2, 3, 1, [0, 1, 1]), (20, 2, 8, [8, 12]), (3420, 8, 64, None)],
+)
+def test_even_parts_cover_everything_once(total: int, size: int, unit: int, counts: list[int] | None) -> None:
+    shares = [placement.even(total, unit) for placement in placements(size)]
+    assert [index for share in shares for index in range(share.first, share.first + share.count)] == list(range(total))
+    assert counts is None or [share.count for share in shares] == counts
+    assert all(share.first % unit == 0 and share.total == total for share in shares)
+    assert max(share.count for share in shares) - min(share.count for share in shares) < 2 * unit
+
+
 def test_a_worker_alone_has_everything() -> None:
     placement = Placement(torch.float32, torch.device("cpu"))
-    assert placement.share(7) == placement.run(7) == whole(7)
+    assert placement.share(7) == placement.run(7) == placement.even(7) == whole(7)
     assert whole(7).is_whole
     assert not Share(0, 6, 7).is_whole
 
@@ -51,3 +63,15 @@ def test_a_part_is_cut_along_every_dimension() -> None:
     assert cut(tensor[0], (Share(2, 2, 6),)).tolist() == [2, 3]
     assert Target.of_whole(tensor).shape == (4, 6)
     assert Target(tensor[:2], (Share(0, 2, 4), whole(6))).shape == (4, 6)
+
+
+def test_stacked_tensors_give_a_part_of_each() -> None:
+    tensor = torch.arange(36).view(12, 3)
+    target = Target(torch.empty(6, 3), (Share(1, 2, 4), whole(3)), stacked=3)
+    assert target.shape == (12, 3)
+    for single in target.single():
+        assert single.shape == (12, 3)
+        single.view.copy_(cut(tensor, single.part))
+    assert target.view[:, 0].tolist() == [3 * row for row in (1, 2, 5, 6, 9, 10)]
+    whole_target = Target.of_whole(tensor)
+    assert whole_target.single() == [whole_target]

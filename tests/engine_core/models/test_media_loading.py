@@ -9,13 +9,12 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.media_forward import MediaForward, MediaPrompt, prompt, random_image
 from tests.support.model_loading import CPU, load_on_cpu, loaded_weights, model_config
-from tests.support.thread_group import ThreadGroup, on_every_rank, thread_groups
+from tests.support.paged_forward import PagedForward
 from tests.support.tiny_media_models import MediaFamily, Spelling, cached_tiny_media_model, make_tiny_media_model
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.errors import ConfigError
-from tokenmill_engine.models.loader import build_model, load_weights
 from tokenmill_engine.models.media_decoder import MediaDecoder
-from tokenmill_engine.models.vision.spelling import own_name
+from tokenmill_engine.models.vision.spelling import decoder_name, own_name
 
 FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -30,10 +29,10 @@ def some_prompt(media: MediaConfig) -> MediaPrompt:
     return prompt(media, [3, random_image(media, (1, 4, 6), 0), 4, random_image(media, (1, 2, 2), 1), 2])
 
 
-def logits_of(model: object, media: MediaConfig, *, has_rows: bool = True) -> torch.Tensor:
+def logits_of(model: object, media: MediaConfig) -> torch.Tensor:
     assert isinstance(model, MediaDecoder)
     text = some_prompt(media)
-    return MediaForward(model, media, {"a": text}, has_rows=has_rows).step([("a", text.tokens)])["a"]
+    return MediaForward(model, media, {"a": text}).step([("a", text.tokens)])["a"]
 
 
 @pytest.mark.parametrize(
@@ -123,18 +122,19 @@ def test_dummy_weights_need_no_files(family: MediaFamily, tmp_path: Path) -> Non
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen3_vl"])
-def test_workers_that_share_the_layers_give_the_same(family: MediaFamily) -> None:
-    folder = cached_tiny_media_model(family)
-    config, media = model_config(folder), media_of(folder)
-    expected = logits_of(load_on_cpu(folder), media)
-
-    def run(group: ThreadGroup) -> torch.Tensor:
-        model = build_model(config, CPU, group=group)
-        load_weights(model, config)
-        model.finalize()
-        # What is looked at is added up over the workers: one has the rows, for the others they are zeros.
-        return logits_of(model, media, has_rows=group.rank == 1)
-
-    for logits in on_every_rank(thread_groups(2), run):
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("spelling", ["old", "new"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_encoder_that_nobody_wants_is_not_loaded(family: MediaFamily, spelling: Spelling, tmp_path: Path) -> None:
+    """Nor need it be there. The decoder's answers are the same."""
+    folder = make_tiny_media_model(tmp_path, family, spelling=spelling)
+    tokens = prompt(media_of(folder), [20]).tokens
+    whole, bare = load_on_cpu(folder), load_on_cpu(folder, media=None)
+    assert isinstance(bare, MediaDecoder)
+    assert bare.encoder is None
+    expected, logits = (PagedForward(model).step([("a", tokens)])["a"] for model in (whole, bare))
+    assert torch.equal(expected, logits)
+    weights = load_file(folder / "model.safetensors")
+    decoder = {name: values for name, values in weights.items() if decoder_name(name) is not None}
+    assert len(decoder) < len(weights)
+    save_file(decoder, folder / "model.safetensors")
+    load_on_cpu(folder, media=None)

@@ -179,7 +179,7 @@ def test_lanes_carry_parts(tmp_path: Path, part: tuple[Share, Share], dtype: tor
     values = torch.randn(12, 10, generator=torch.Generator().manual_seed(0))
     save_file({"w": values, "b": values[0].clone()}, tmp_path / "model.safetensors")
     rows, columns = part
-    source = PartSource(SafetensorsSource(tmp_path), {"w": part, "b": (columns,)})
+    source = PartSource(SafetensorsSource(tmp_path), {"w": ("w", part), "b": ("b", (columns,))})
     assert source.shapes == {"w": (rows.count, columns.count), "b": (columns.count,)}
     lane = Lane(CPU, 512, staged=staged)
     matrix, vector = torch.zeros(rows.count, columns.count, dtype=dtype), torch.zeros(columns.count, dtype=dtype)

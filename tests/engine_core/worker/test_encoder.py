@@ -11,6 +11,7 @@ from tests.engine_core.worker.conftest import BLOCK_SIZE, tiny_engine_config
 from tests.support.media_forward import random_image, tensors_of
 from tests.support.media_items import VALUES, array_of, make_pixels, tensor_of, with_values
 from tests.support.model_loading import load_on_cpu, model_config
+from tests.support.thread_group import thread_groups
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
@@ -85,7 +86,7 @@ def test_what_cannot_be_encoded_is_missing(
 
 
 def test_rows_are_with_one_of_several_workers_and_zeros_on_the_others(model: MediaDecoder) -> None:
-    workers = [EncoderOutputs(model, EncoderShare(rank, 2)) for rank in range(2)]
+    workers = [EncoderOutputs(model, EncoderShare(group, "data")) for group in thread_groups(2)]
     plan = StepMedia([], [image(4, 1), image(5, 2), image(6, pixels=make_pixels((24, 5)))], [])
     places = [PlaceholderRows(0, 1, 3, 4, 1), PlaceholderRows(1, 0, 6, 5, 0), PlaceholderRows(2, 0, 2, 6, 0)]
     gathered = []

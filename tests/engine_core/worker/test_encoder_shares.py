@@ -1,10 +1,13 @@
 """How the images of a step are shared out."""
 
 import itertools
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.thread_group import ThreadGroup, on_every_rank, thread_groups
+from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.outputs import EncoderInput
 from tokenmill_engine.worker.encoder_shares import EncoderShare, num_patches, split_evenly
 
@@ -38,13 +41,13 @@ def test_nobody_has_more_than_an_even_share_and_one_item(costs: list[int], size:
 
 
 def test_single_images_go_to_one_worker_after_another() -> None:
-    share = EncoderShare(0, 3)
+    share = EncoderShare(thread_groups(3)[0], "data")
     assert [share.keepers([image(entry, (1, 2, 2))]) for entry in range(5)] == [[0], [1], [2], [0], [1]]
 
 
 def test_all_workers_agree_and_each_image_is_encoded_once() -> None:
     images = [image(7 + index, (1, 2, 2 * size)) for index, size in enumerate((9, 1, 4, 4, 2, 8, 1))]
-    shares = [EncoderShare(rank, 3) for rank in range(3)]
+    shares = [EncoderShare(group, "data") for group in thread_groups(3)]
     keepers = shares[0].keepers(images)
     assert all(share.keepers(images) == keepers for share in shares)
     for keeper in keepers:
@@ -54,10 +57,22 @@ def test_all_workers_agree_and_each_image_is_encoded_once() -> None:
 
 
 def test_an_encoder_in_parts_has_all_workers_compute_and_one_of_them_keep() -> None:
-    shares = [EncoderShare(rank, 2, computes_together=True) for rank in range(2)]
+    shares = [EncoderShare(group, "weights") for group in thread_groups(2)]
     images = [image(entry, None) for entry in range(4)]
     assert [share.keepers(images) for share in shares] == [[0, 1, 0, 1]] * 2
     assert all(share.computes(keeper) for share in shares for keeper in (0, 1))
+
+
+def test_who_computes_together_needs_all_to_be_ready() -> None:
+    groups = thread_groups(2)
+    for mode, ready, expected in (("weights", True, False), ("weights", False, False), ("data", True, True)):
+        assert on_every_rank(groups, partial(is_ready, mode, ready)) == [expected, False]
+    assert on_every_rank(groups, lambda group: EncoderShare(group, "weights").are_ready(True)) == [True, True]
+
+
+def is_ready(mode: EncoderMode, ready: bool, group: ThreadGroup) -> bool:
+    """The second worker never is."""
+    return EncoderShare(group, mode).are_ready(ready and group.rank == 0)
 
 
 def test_images_of_one_size_cost_their_tokens() -> None:

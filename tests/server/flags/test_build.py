@@ -117,6 +117,7 @@ CASES = [
     (["--max-video-frames", "64"], "media.max_video_frames", 64),
     (["--max-video-duration", "60"], "media.max_video_duration_s", 60.0),
     (["--video-decode-timeout", "5"], "media.video_decode_timeout_s", 5.0),
+    (["--mm-encoder-tp-mode", "data"], "model.encoder_mode", "data"),
     (["--allowed-media-domains", "a.example", "B.example"], "media.allowed_domains", ("a.example", "b.example")),
     (["--allowed-local-media-path", "/"], "media.local_path", "/"),
     (["--media-loading-threads", "3"], "media.loading_threads", 3),
@@ -135,6 +136,7 @@ CASES = [
 RESOLVED_BY_OTHER_TESTS = {
     "device.kind",
     "device.attention_backend",
+    "model.media",
     "model.tokenizer_path",
     "server.default_sampling",
 }

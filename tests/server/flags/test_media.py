@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_media_models import cached_tiny_media_model, make_tiny_media_model
+from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model, make_tiny_media_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.config import Configuration
 from tokenmill_server.flags.build import build_configuration
@@ -102,6 +102,57 @@ def test_how_images_are_prepared_must_be_known_at_start(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape("""--limit-mm-per-prompt '{"image": 0}'""")):
         configure("--model", str(folder))
     assert configure("--model", str(folder), "--limit-mm-per-prompt", '{"image": 0}').server.media.limits.images == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments"),
+    [
+        ("qwen2_vl", ["--language-model-only"]),
+        ("qwen2_vl", ["--limit-mm-per-prompt", "image=0,video=0"]),
+        ("qwen3_vl", ["--language-model-only", "--limit-mm-per-prompt", "image=0,video=0"]),
+        ("llava", ["--limit-mm-per-prompt", "image=0"]),
+    ],
+)
+def test_text_alone_needs_nothing_that_images_do(family: MediaFamily, arguments: list[str], tmp_path: Any) -> None:
+    folder = make_tiny_media_model(tmp_path / "model", family)
+    (folder / "preprocessor_config.json").unlink()
+    whole = configure("--model", str(cached_tiny_media_model(family))).engine
+    engine = configure("--model", str(folder), "-tp", "2", *arguments).engine
+    assert engine.model.media is None
+    assert engine.model.num_parameters < whole.model.num_parameters
+
+
+def test_text_alone_and_some_images_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="--language-model-only contradicts --limit-mm-per-prompt"):
+        configure("--language-model-only", "--limit-mm-per-prompt", "image=3")
+
+
+def test_each_worker_needs_a_head_of_the_encoder_or_all_of_it() -> None:
+    """The tiny encoder has two; the decoder four."""
+    arguments = ["--model", str(cached_tiny_media_model("qwen2_vl")), "-tp", "4"]
+    with pytest.raises(
+        ConfigError, match=r"-parallel-size 4 is more than the 2 attention heads.* --mm-encoder-tp-mode data"
+    ):
+        configure(*arguments)
+    assert configure(*arguments, "--mm-encoder-tp-mode", "data").engine.model.encoder_mode == "data"
+    assert configure(*arguments, "--language-model-only").engine.parallel.tensor_parallel_size == 4
+
+
+def test_the_first_stage_has_the_layers_behind_which_images_are_added() -> None:
+    """Two of three in the tiny model, which is shared out so by itself."""
+    arguments = ["--model", str(cached_tiny_media_model("qwen3_vl")), "-pp"]
+    assert configure(*arguments, "2").engine.parallel.pipeline_parallel_size == 2
+    with pytest.raises(ConfigError, match=r"-parallel-size 3 leaves 1 of .* which needs the 2 behind"):
+        configure(*arguments, "3")
+    with pytest.raises(ConfigError, match=r"-parallel-layers 1,2 leaves 1"):
+        configure(*arguments, "2", "--pipeline-parallel-layers", "1,2")
+    assert configure(*arguments, "3", "--language-model-only").engine.parallel.pipeline_parallel_size == 3
+
+
+def test_who_has_nothing_to_share_may_say_how() -> None:
+    model = str(cached_tiny_media_model("qwen2_vl"))
+    assert configure("--model", model, "--mm-encoder-tp-mode", "data").engine.parallel.world_size == 1
+    assert configure("--mm-encoder-tp-mode", "data", "-tp", "3").engine.model.media is None
 
 
 def test_llava() -> None:

@@ -1,4 +1,8 @@
-"""What the layers of vision encoders are made of. Every worker has all of an encoder."""
+"""What the layers of vision encoders are made of.
+
+Workers that have an encoder between them have the heads and the widths of its feed-forward blocks, which need not
+divide, and add up after each pair of matrices; all the rest is on each of them. `placement.group` says who they are.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,11 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from tokenmill_engine.distributed.group import Group
 from tokenmill_engine.layers.linear import Linear
 from tokenmill_engine.layers.mlp import GatedMLP
-from tokenmill_engine.layers.placement import Placement, Target, whole
+from tokenmill_engine.layers.placement import Placement, Share, Target, whole
 from tokenmill_engine.models.vision.packed import PackedRuns
 from tokenmill_kernels import ops
+
+_UNIT, _FEWEST_UNITS = 64, 4
+"""Widths are shared out in pieces of so many, if each worker gets so many of them."""
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -73,12 +81,14 @@ class PlainMLP:
         placement: Placement,
         has_bias: bool = True,
     ) -> None:
-        width, inner, out = sizes
+        width, out = whole(sizes[0]), whole(sizes[2])
+        inner = _inner_share(sizes[1], placement)
         self._activation = ACTIVATIONS[activation]
         self._linears = (
-            Linear(whole(width), {names[0]: whole(inner)}, has_bias, placement),
-            Linear(whole(inner), {names[1]: whole(out)}, has_bias, placement),
+            Linear(width, {names[0]: inner}, has_bias, placement),
+            Linear(inner, {names[1]: out}, has_bias, placement),
         )
+        self._group = placement.group
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """(checkpoint name, place) of every parameter."""
@@ -93,14 +103,15 @@ class PlainMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, width] -> [num_rows, out]."""
         first, second = self._linears
-        return second(self._activation(first(x)))
+        return _total(second(self._activation(first(x))), self._group)
 
 
 class SiluMLP:
     """The gated block of decoders, as a layer of an encoder has it: with biases."""
 
     def __init__(self, width: int, inner: int, placement: Placement) -> None:
-        self._mlp = GatedMLP(width, inner, True, placement)
+        self._mlp = GatedMLP(width, inner, True, placement, _inner_share(inner, placement))
+        self._group = placement.group
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """(checkpoint name, place) of every parameter."""
@@ -113,7 +124,7 @@ class SiluMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, width] -> the same."""
-        return self._mlp(x)
+        return _total(self._mlp(x), self._group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +154,32 @@ class EncoderLayer:
         names: LayerNames,
         placement: Placement,
     ) -> None:
-        self._num_heads, self._names = num_heads, names
+        heads = placement.even(num_heads)
+        self._num_heads, self._names, self._group = heads.count, names, placement.group
         self._first_norm: LayerNorm | RowNorm = norms[0]
         self._second_norm: LayerNorm | RowNorm = norms[1]
-        share = whole(3 * width // len(names.inputs))
-        self._qkv = Linear(whole(width), dict.fromkeys(names.inputs, share), True, placement)
-        self._output = Linear(whole(width), {names.output: whole(width)}, True, placement)
+        self._heads = heads.times(width // num_heads)
+        self._qkv = Linear(whole(width), dict.fromkeys(("q", "k", "v"), self._heads), True, placement)
+        self._output = Linear(self._heads, {names.output: whole(width)}, True, placement)
         self._mlp = mlp
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """(checkpoint name, place) of every parameter."""
         names = self._names
         yield from self._first_norm.targets(f"{prefix}{names.first_norm}")
-        yield from self._qkv.targets(f"{prefix}{names.attention}.")
+        yield from self._qkv_targets(f"{prefix}{names.attention}.")
         yield from self._output.targets(f"{prefix}{names.attention}.")
         yield from self._second_norm.targets(f"{prefix}{names.second_norm}")
         yield from self._mlp.targets(f"{prefix}mlp.")
+
+    def _qkv_targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        weight, bias, names = self._qkv.plain_weight, self._qkv.bias, self._names.inputs
+        assert bias is not None
+        num_each = 3 // len(names)
+        pairs = zip(weight.chunk(len(names)), bias.chunk(len(names)), strict=True)
+        for name, (rows, values) in zip(names, pairs, strict=True):
+            yield f"{prefix}{name}.weight", Target(rows, (self._heads, whole(weight.shape[1])), num_each)
+            yield f"{prefix}{name}.bias", Target(values, (self._heads,), num_each)
 
     def finalize(self) -> None:
         """Packs the loaded weights."""
@@ -171,8 +192,19 @@ class EncoderLayer:
         q, k, v = self._qkv(self._first_norm(x)).view(len(x), 3, self._num_heads, -1).unbind(1)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        x = x + self._output(runs.attend(q, k, v))
+        x = x + _total(self._output(runs.attend(q, k, v)), self._group)
         return x + self._mlp(self._second_norm(x))
+
+
+def _inner_share(inner: int, placement: Placement) -> Share:
+    """A worker's part of the width between two matrices. Kernels like whole pieces."""
+    is_wide = inner >= placement.group.size * _FEWEST_UNITS * _UNIT
+    return placement.even(inner, _UNIT if is_wide else 1)
+
+
+def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of what all workers have of it. May overwrite `part`."""
+    return part if group.size == 1 else group.all_reduce(part)
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:

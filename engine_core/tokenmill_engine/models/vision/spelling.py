@@ -23,3 +23,9 @@ def own_name(name: str, num_tower_layers: int | None) -> str | None:
     layer = _LAYER.match(name)
     is_past = layer is not None and num_tower_layers is not None and int(layer[1]) >= num_tower_layers
     return None if is_past or _UNUSED.match(name) else name
+
+
+def decoder_name(name: str) -> str | None:
+    """As `own_name`, if only the decoder is wanted."""
+    ours = own_name(name, None)
+    return ours if ours is not None and ours.startswith(("model.", "lm_head.")) else None

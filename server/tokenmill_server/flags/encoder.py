@@ -1,0 +1,55 @@
+"""What becomes of a model's vision encoder: from the flags, before anything loads."""
+
+import logging
+from dataclasses import replace
+
+from tokenmill_engine.config.device import DeviceInfo
+from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.config.model_files import ModelFiles
+from tokenmill_engine.config.parallel import check_encoder_parallel, check_first_stage
+from tokenmill_engine.config.stages import share_layers
+from tokenmill_engine.errors import ConfigError
+from tokenmill_server.flags.values import FlagValues
+from tokenmill_server.multimodal.settings import PromptLimits
+
+logger = logging.getLogger(__name__)
+
+
+def with_wanted_media(files: ModelFiles, values: FlagValues) -> ModelFiles:
+    """`files`, as of a model of text alone if nothing else is to be served: then no encoder is loaded.
+
+    Raises ConfigError for flags that contradict each other.
+    """
+    limits: PromptLimits = values["limit_mm_per_prompt"] or PromptLimits()
+    if values["language_model_only"] and values.is_given("limit_mm_per_prompt") and limits != PromptLimits(0, 0):
+        values.settle("language_model_only", "limit_mm_per_prompt", "a model of text alone takes no images or videos")
+    media = files.media
+    if media is None or not (values["language_model_only"] or _takes_nothing(media, limits)):
+        return files
+    return replace(files, media=None)
+
+
+def _takes_nothing(media: MediaConfig, limits: PromptLimits) -> bool:
+    return limits.images == 0 and (limits.videos == 0 or not media.takes_video)
+
+
+def check_encoder(files: ModelFiles, values: FlagValues, device: DeviceInfo) -> None:
+    """Raises ConfigError if the encoder cannot run where it is to."""
+    if files.media is None:
+        if values["mm_encoder_tp_mode"] != "weights":
+            logger.debug("%s: there is no encoder to share", values.stated("mm_encoder_tp_mode"))
+        return
+    if device.kind != "cpu":
+        raise ConfigError(
+            f"{files.name} reads images, which works on the CPU alone so far; use --device cpu, or take text alone "
+            "with --language-model-only"
+        )
+    size, by_size = values["tensor_parallel_size"], values.stated("tensor_parallel_size")
+    check_encoder_parallel(files.media.vision, values["mm_encoder_tp_mode"], size, by_size)
+    num_layers, num_stages = files.architecture.num_layers, values["pipeline_parallel_size"]
+    layers = values["pipeline_parallel_layers"]
+    stated = values.stated("pipeline_parallel_size")
+    if layers is not None:
+        stated = f"{values.written('pipeline_parallel_layers')} {','.join(map(str, layers))}"
+    first = share_layers(num_layers, num_stages, layers)[0]
+    check_first_stage(files.media.vision, len(first.layers), stated)
