@@ -1,5 +1,6 @@
 """An engine core over the fake executor, without sockets or processes."""
 
+import dataclasses
 from collections import defaultdict
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from tests.support.fake_executor import EOS, VOCAB_SIZE, FakeExecutor
 from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
 from tokenmill_engine.config.engine import CacheConfig, EngineConfig, ModelConfig, ObservabilityConfig, SchedulerConfig
+from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
@@ -16,6 +18,8 @@ from tokenmill_engine.messages import (
     EngineLoad,
     Finish,
     LoadReport,
+    MediaItem,
+    MediaMissing,
     SamplingParams,
     StepOutput,
 )
@@ -75,11 +79,15 @@ class Bench:
         num_engines: int = 1,
         caching: bool = True,
         began: float | None = None,
+        media: MediaConfig | None = None,
+        media_store_bytes: int = 0,
     ) -> None:
         self.executor = FakeExecutor(num_blocks, 4)
         capacity = KVCapacity(num_blocks, 4, min(200, num_blocks * 4), 0, group_layers([_SPEC]), "fake", {})
         scheduler = SchedulerConfig(max_num_seqs, 64, explicit_budget=True, async_scheduling=depth > 1)
         config = engine_config(200, scheduler, num_engines, caching)
+        model = dataclasses.replace(config.model, media=media)
+        config = dataclasses.replace(config, model=model, media_store_bytes=media_store_bytes)
         self.core = EngineCore(config, self.executor, capacity, engine=3, began=began)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finishes: dict[int, list[Finish]] = defaultdict(list)
@@ -87,22 +95,35 @@ class Bench:
         self.reports: dict[int, list[EngineLoad]] = defaultdict(list)
         self.load: dict[int, EngineLoad] = {}
         self.block_events: list[tuple[int, BlockEvents]] = []
+        self.missing: list[tuple[int, list[int]]] = []
+        """Requests that an API server is to send again."""
         self._counter = 0
 
-    def add(self, client: int, prompt: list[int], sampling: SamplingParams, request_id: int | None = None) -> int:
+    def add(
+        self,
+        client: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: int | None = None,
+        media: tuple[MediaItem, ...] = (),
+    ) -> int:
         self._counter += 1
         request_id = make_request_id(client, 0, self._counter) if request_id is None else request_id
         packed = np.array(prompt, dtype="<i4").tobytes()
-        self.core.handle(AddRequest(request_id, "label", packed, sampling, float(self._counter)))
+        self.core.handle(AddRequest(request_id, "label", packed, sampling, float(self._counter), media=media))
         return request_id
 
     def step(self) -> list[Output]:
         outputs = self.core.step()
         self.core.scheduler.check_invariants()
+        self.core.media.check_invariants()
         for client, message in outputs:
             assert message.engine == 3
             if isinstance(message, BlockEvents):
                 self.block_events.append((client, message))
+                continue
+            if isinstance(message, MediaMissing):
+                self.missing.append((client, message.request_ids))
                 continue
             self.load[client] = message.load
             if isinstance(message, LoadReport):

@@ -6,7 +6,7 @@ without the interpreter's lock for most of it.
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -28,6 +28,7 @@ from tokenmill_server.multimodal.supply import LoadedItem
 
 T = TypeVar("T")
 
+_KIND = "image"
 _FETCHES_PER_THREAD = 4
 """How many images from hosts there may be at a time: each is in memory until it is decoded."""
 
@@ -113,13 +114,14 @@ class MediaLoader:
     async def _load(self, source: ImageSource, budget: Budget, room: TokenRoom, scope: tuple[str, ...]) -> LoadedItem:
         waiter = RoomFor(room, source.param)
         options = self._processor.options_text(source.detail)
-        given = None if source.uuid is None else given_name(scope, source.uuid, options)
+        given = None if source.uuid is None else given_name(scope, source.uuid, _KIND, options)
         try:
             if source.image is None:
                 return LoadedItem(self.prepared.find_given(given or b"", waiter), source.param, None)
             if isinstance(source.image, Image.Image):
                 work = partial(self._prepare_given, source.image, source.detail)
-                loaded = await self._prepared(None, waiter, work, source)
+                item = await self.prepared.prepare(None, waiter, work, self._in_thread)
+                loaded = self._loaded(item, work, source)
             elif scheme_of(source.image) in ("http", "https"):
                 async with self._fetches:
                     data = await fetch(source.image, self._settings, budget)
@@ -139,21 +141,21 @@ class MediaLoader:
 
     async def _from_file(self, data: bytes, waiter: RoomFor, options: str, source: ImageSource) -> LoadedItem:
         """An encoded image, decoded only if what it becomes is not known."""
-        work = partial(self._decode_and_prepare, data, source.detail)
-        if not self.prepared.is_caching:
-            return await self._prepared(None, waiter, work, source)
-        name = await self._in_thread(partial(file_name, data, options))
-        item = self.prepared.find(name, waiter)
-        if item is not None:
-            return LoadedItem(item, source.param, self._again(item.key, work))
-        return await self._prepared(name, waiter, work, source)
+        work: Prepare = partial(self._decode_and_prepare, data, source.detail)
+        name, item = None, None
+        if self.prepared.is_caching:
+            name = await self._in_thread(partial(file_name, data, _KIND, options))
+            item = self.prepared.find(name, waiter)
+        if item is None:
+            item = await self.prepared.prepare(name, waiter, work, self._in_thread)
+        if isinstance(source.image, str) and scheme_of(source.image) == "data":
+            # The request has its own copy of these bytes; what others have may be another one next time.
+            work = partial(self._read_and_prepare, source.image, source.detail)
+        return self._loaded(item, work, source)
 
-    async def _prepared(self, name: bytes | None, waiter: RoomFor, work: Prepare, source: ImageSource) -> LoadedItem:
-        item = await self.prepared.prepare(name, waiter, work, self._in_thread)
-        return LoadedItem(item, source.param, self._again(item.key, work))
-
-    def _again(self, key: bytes, work: Prepare) -> Callable[[], Awaitable[PreparedItem]]:
-        return partial(self.prepared.prepare_again, key, work, self._in_thread)
+    def _loaded(self, item: PreparedItem, again: Prepare, source: ImageSource) -> LoadedItem:
+        """`again` makes it once more, if the engine core lacks it."""
+        return LoadedItem(item, source.param, partial(self.prepared.prepare_again, item.key, again, self._in_thread))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -167,6 +169,10 @@ class MediaLoader:
             case "file":
                 return read_file(image, self._settings, budget)
         raise MediaError("an image has an http:, https: or data: address")
+
+    def _read_and_prepare(self, image: str, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
+        data = self._read(image, Budget(self._settings.max_bytes))
+        return self._decode_and_prepare(data, detail, admit, find)
 
     def _decode_and_prepare(self, data: bytes, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
         return self._prepare(decode(data, self._settings.max_pixels), detail, admit, find)

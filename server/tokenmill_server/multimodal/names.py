@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from blake3 import blake3
 
-_NAME_BYTES = 512
+NAME_BYTES = 512
 """What remembering a name takes: it, the key, and their places in a table."""
 _AMBIGUOUS = b""
 
@@ -20,7 +20,7 @@ class MediaNames:
     """The latest names and the keys they stand for. Used from the event loop alone."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._max_names = max(1, capacity_bytes // _NAME_BYTES)
+        self._max_names = max(1, capacity_bytes // NAME_BYTES)
         self._keys: OrderedDict[bytes, bytes] = OrderedDict()
 
     def __len__(self) -> int:
@@ -52,15 +52,15 @@ class MediaNames:
         self._keys.clear()
 
 
-def file_name(data: bytes | memoryview, options: str) -> bytes:
-    """Name of an encoded file that is prepared as `options` says: everything beside its bytes that changes the result.
-    Takes about a millisecond for each megabyte: call it in a thread."""
-    return blake3(_head("file", options)).update(data).digest()
+def file_name(data: bytes | memoryview, kind: str, options: str) -> bytes:
+    """Name of an encoded file that is prepared as a `kind` of media, as `options` says: everything beside its bytes
+    that changes the result. Takes about a millisecond for each megabyte: call it in a thread."""
+    return blake3(_head("file", kind, options)).update(data).digest()
 
 
-def given_name(scope: tuple[str, ...], uuid: str, options: str) -> bytes:
+def given_name(scope: tuple[str, ...], uuid: str, kind: str, options: str) -> bytes:
     """Name of what a client calls `uuid`. Others than those of its `scope` may call something else so."""
-    return blake3(_head("uuid", options, *scope, uuid)).digest()
+    return blake3(_head("uuid", kind, options, *scope, uuid)).digest()
 
 
 def _head(*parts: str) -> bytes:

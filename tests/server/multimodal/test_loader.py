@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +10,11 @@ from PIL import Image
 
 from tests.support.media_host import answer, media_host
 from tests.support.pictures import encoded, noise, picture_url
-from tests.support.tiny_media_models import cached_tiny_media_model
-from tokenmill_engine.config.model_files import resolve_model
+from tests.support.prepared_items import WatchedProcessor, source
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal import loader as loading_of_images
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
-from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.parts import ImageSource
@@ -27,21 +24,6 @@ from tokenmill_server.multimodal.processor import Detail, ImageProcessor
 from tokenmill_server.multimodal.settings import MediaSettings
 
 SETTINGS = MediaSettings(loading_threads=2, allowed_domains=("localhost",), fetch_timeout_s=60.0, max_pixels=10_000)
-
-
-class WatchedProcessor(ImageProcessor):
-    """Remembers the threads it works in."""
-
-    def __init__(self) -> None:
-        folder = Path(cached_tiny_media_model("qwen2_vl"))
-        media = resolve_model(str(folder)).media
-        assert media is not None
-        super().__init__(media, read_image_options(folder, media))
-        self.threads: list[threading.Thread] = []
-
-    def prepare(self, picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
-        self.threads.append(threading.current_thread())
-        return super().prepare(picture, detail, key)
 
 
 def loader_of(processor: ImageProcessor, settings: MediaSettings) -> MediaLoader:
@@ -59,10 +41,6 @@ def loader(processor: WatchedProcessor) -> Iterator[MediaLoader]:
     loader = loader_of(processor, SETTINGS)
     yield loader
     loader.close()
-
-
-def source(image: str | Image.Image, index: int = 0) -> ImageSource:
-    return ImageSource(image, "auto", f"image {index}")
 
 
 def load(loader: MediaLoader, *sources: ImageSource, room: TokenRoom | None = None) -> list[PreparedItem]:
