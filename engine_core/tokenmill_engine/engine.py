@@ -15,7 +15,7 @@ import numpy as np
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError, RequestError
-from tokenmill_engine.ipc.ids import client_of, is_of
+from tokenmill_engine.ipc.ids import client_of, incarnation_of, is_of
 from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.kv_cache.manager import KVCacheManager
 from tokenmill_engine.media_store import MediaStore
@@ -165,8 +165,7 @@ class EngineCore:
             return
         media = self.media.complete(message.media)
         if media is None:
-            self._awaited.add(message.request_id)
-            self._outbox.append((client_of(message.request_id), MediaMissing(self._engine, [message.request_id])))
+            self._await_media(message.request_id)
             return
         try:
             request = build_request(msgspec.structs.replace(message, media=media), self._limits, self._seeds)
@@ -178,6 +177,18 @@ class EngineCore:
         request.queued_time = time.monotonic()
         self.media.hold(request.request_id, request.media)
         self.scheduler.add(request)
+
+    def _await_media(self, request_id: int) -> None:
+        """All requests of an API server since the last step are asked for together: choices share their media."""
+        self._awaited.add(request_id)
+        client = client_of(request_id)
+        for addressee, message in self._outbox:
+            if isinstance(message, MediaMissing) and is_of(
+                request_id, addressee, incarnation_of(message.request_ids[0])
+            ):
+                message.request_ids.append(request_id)
+                return
+        self._outbox.append((client, MediaMissing(self._engine, [request_id])))
 
     def _tell_refused(self, request_id: int, message: str) -> None:
         client = client_of(request_id)

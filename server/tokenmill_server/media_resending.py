@@ -4,7 +4,7 @@ them. The client notices nothing but the time that takes."""
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 
 from tokenmill_engine.errors import EngineError, TokenmillError
 from tokenmill_engine.messages import MediaItem, MediaMissing
@@ -26,44 +26,50 @@ class MediaResender:
         self._open = open_choices
         self._send = send
         self._fail = fail
-        self._tasks: dict[Generation, set[asyncio.Task[None]]] = {}
+        self._resends: dict[Generation, _Resend] = {}
+        """Those that wait for tensors."""
 
     def missing(self, message: MediaMissing) -> None:
         """An engine core says so."""
-        wanted: dict[Generation, list[Choice]] = {}
         for request_id in message.request_ids:
             choice = self._open.get(request_id)
-            if choice is not None:  # else it was aborted meanwhile
-                wanted.setdefault(choice.generation, []).append(choice)
-        for generation, choices in wanted.items():
-            task = asyncio.get_running_loop().create_task(self._resend(generation, choices))
-            self._tasks.setdefault(generation, set()).add(task)
-            task.add_done_callback(partial(self._forget, generation))
+            if choice is None:  # it was aborted meanwhile
+                continue
+            resend = self._resends.get(choice.generation)
+            if resend is None:
+                resend = self._resends[choice.generation] = _Resend()
+                resend.task = asyncio.get_running_loop().create_task(self._resend(choice.generation, resend))
+            resend.choices.append(choice)
 
     def give_up(self, generation: Generation) -> None:
         """The generation has ended."""
-        for task in self._tasks.pop(generation, ()):
-            if task is not asyncio.current_task():
-                task.cancel()
+        resend = self._resends.pop(generation, None)
+        if resend is not None and resend.task is not None:
+            resend.task.cancel()
 
-    async def _resend(self, generation: Generation, choices: Sequence[Choice]) -> None:
+    async def _resend(self, generation: Generation, resend: "_Resend") -> None:
+        """Choices that turn out to lack media while these are prepared go with the others: tensors travel once."""
         supply = generation.request.media_supply
+        error: TokenmillError
         try:
             if supply is None:
                 raise EngineError("the engine lacks media that nobody can send again")
             media = await supply.restored()
-            left = [choice for choice in choices if choice.request_id in self._open]
-            if left:
-                self._send(generation, left, media)
-        except TokenmillError as error:
-            self._fail(generation, error)
+            del self._resends[generation]
+            self._send(generation, resend.choices, media)
+            return
+        except TokenmillError as failure:
+            error = failure
         except Exception:  # a fault of ours: the client must not wait for ever
             logger.exception("%s: cannot send its media again", generation.request.label)
-            self._fail(generation, EngineError("internal error while sending media again"))
+            error = EngineError("internal error while sending media again")
+        self._resends.pop(generation, None)
+        self._fail(generation, error)
 
-    def _forget(self, generation: Generation, task: "asyncio.Task[None]") -> None:
-        tasks = self._tasks.get(generation)
-        if tasks is not None:
-            tasks.discard(task)
-            if not tasks:
-                del self._tasks[generation]
+
+@dataclass(slots=True)
+class _Resend:
+    """Choices of one generation, and who prepares their media. All of them are open: they end together."""
+
+    choices: list[Choice] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None

@@ -1,16 +1,14 @@
 """The engine client and the generator against an engine that speaks the real protocol."""
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from tests.support.echo_engine import POISON, EchoEngine, echo_tokens, made_up_logprob
+from tests.support.echo_engine import POISON, echo_tokens, made_up_logprob
+from tests.support.echo_generators import Recorder, generating, request, wait_until
 from tokenmill_engine.config.model_files import embedded_model_path
-from tokenmill_engine.errors import EngineDeadError, EngineError, EngineUnavailableError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
 from tokenmill_engine.ipc.control import EngineLost
 from tokenmill_engine.messages import FinishReason, SamplingParams
 from tokenmill_server.balancing.load_balancer import LoadBalancer
@@ -26,49 +24,6 @@ pytestmark = pytest.mark.asyncio
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return load_tokenizer(str(embedded_model_path()))
-
-
-@asynccontextmanager
-async def generating(
-    tokenizer: Tokenizer, num_engines: int = 1, **options: Any
-) -> AsyncIterator[tuple[TextGenerator, list[EchoEngine]]]:
-    with tempfile.TemporaryDirectory(prefix="tokenmill-test-") as run_dir:
-        engines = [EchoEngine(run_dir, index, **options).start() for index in range(num_engines)]
-        generator = TextGenerator(EngineClient(0, 0, LoadBalancer(num_engines)), tokenizer)
-        for engine in engines:
-            await generator.connect(engine.ready())
-        try:
-            yield generator, engines
-        finally:
-            generator.disconnect()
-            for engine in engines:
-                engine.stop()
-
-
-def request(tokenizer: Tokenizer, text: str, **sampling: Any) -> GenerationRequest:
-    options = {"temperature": 0.0, "max_tokens": 8, **sampling}
-    return GenerationRequest("label", tokenizer.encode(text), SamplingParams(**options), 0.0, text)
-
-
-class Recorder:
-    """A listener that only remembers how it ended."""
-
-    def __init__(self) -> None:
-        self.error: TokenmillError | None = None
-
-    def on_delta(
-        self, choice: Choice, text: str, token_ids: Sequence[int], logprobs: list[TokenLogprob] | None
-    ) -> None:
-        """Text does not matter here."""
-
-    def on_error(self, error: TokenmillError) -> None:
-        self.error = error
-
-
-async def wait_until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_complete(tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ import zmq
 from tokenmill_engine.ipc.frames import MessageDecoder, receive_frames
 from tokenmill_engine.ipc.ids import client_identity, client_of
 from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint, local_endpoints
+from tokenmill_engine.media_store import MediaStore
 from tokenmill_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -27,6 +28,7 @@ from tokenmill_engine.messages import (
     Finish,
     FinishReason,
     Hello,
+    MediaMissing,
     StepOutput,
     TokenLogprobs,
 )
@@ -65,11 +67,15 @@ class EchoEngine:
     step_s: float = 0.0
     tokens_per_step: int = 1
     incarnation: int = 0
+    media: MediaStore | None = None
+    """What it has of media that come without tensors, asking for what it has not; None: it does not look."""
     over_tcp: bool = False
     """Reached as one on another machine."""
     added: list[AddRequest] = field(default_factory=list)
     """Every request ever received."""
     aborted: list[tuple[int, FinishReason]] = field(default_factory=list)
+    num_missing: int = 0
+    """Requests that were asked for again."""
 
     def start(self) -> "EchoEngine":
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -80,6 +86,7 @@ class EchoEngine:
         self._output = bind_router(self._context, endpoints.output)
         self._endpoints = Endpoints(bound_endpoint(self._input), bound_endpoint(self._output))
         self._running: dict[int, Sequence] = {}
+        self._missing: dict[int, list[int]] = {}
         self._waiting: deque[Sequence] = deque()
         self._decoder = MessageDecoder()
         self._stopping = threading.Event()
@@ -124,14 +131,31 @@ class EchoEngine:
                     self.aborted.extend((request_id, reason) for request_id in request_ids)
                     for request_id in request_ids:
                         self._running.pop(request_id, None)
+                        self._let_go(request_id)
+
+        for client, missing in self._missing.items():
+            frame = msgspec.msgpack.encode(MediaMissing(self.engine, missing))
+            self._output.send_multipart([client_identity(client), frame])
+        self._missing.clear()
 
     def _add(self, request: AddRequest) -> None:
+        if self.media is not None:
+            media = self.media.complete(request.media)
+            if media is None:
+                self._missing.setdefault(client_of(request.request_id), []).append(request.request_id)
+                self.num_missing += 1
+                return
+            self.media.hold(request.request_id, media)
         self.added.append(request)
         prompt = list(struct.unpack(f"<{len(request.prompt_token_ids) // 4}i", request.prompt_token_ids))
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else request.request_id
         shift = 0 if sampling.temperature == 0 else random.Random(seed).randrange(len(prompt))
         self._running[request.request_id] = Sequence(request, prompt, shift)
+
+    def _let_go(self, request_id: int) -> None:
+        if self.media is not None:
+            self.media.release(request_id)
 
     def _step(self) -> None:
         by_client: dict[int, list[Sequence]] = {}
@@ -169,6 +193,7 @@ class EchoEngine:
         request_ids = [sequence.request.request_id for sequence in sequences]
         for finish in finishes:
             del self._running[request_ids[finish.index]]
+            self._let_go(request_ids[finish.index])
         return StepOutput(
             engine=self.engine,
             request_ids=struct.pack(f"<{len(request_ids)}q", *request_ids),

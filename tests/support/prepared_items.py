@@ -1,6 +1,7 @@
 """Prepared media of made-up content, and a loader that can be watched."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
@@ -27,13 +28,14 @@ MADE_UP_BYTES = media_bytes(made_up(0).tensors)
 
 
 class WatchedProcessor(ImageProcessor):
-    """Of the tiny Qwen2-VL. Remembers the threads it works in: one for each image that it prepares."""
+    """Of the tiny Qwen2-VL, for images of up to a megapixel. Remembers the threads it works in: one for each image that
+    it prepares."""
 
     def __init__(self) -> None:
         folder = Path(cached_tiny_media_model("qwen2_vl"))
         media = resolve_model(str(folder)).media
         assert media is not None
-        super().__init__(media, read_image_options(folder, media))
+        super().__init__(media, replace(read_image_options(folder, media), max_pixels=1_000_000))
         self.threads: list[threading.Thread] = []
 
     def prepare(self, picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
