@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.bench import compare, compare_cli, latency, scheduler, serve, throughput
+from tokenmill_server.bench import compare, compare_cli, image_options, latency, scheduler, serve, throughput
 from tokenmill_server.bench.values import (
     count,
     goal,
@@ -69,6 +69,7 @@ def _build_parser() -> argparse.ArgumentParser:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     _add_workload(parser)
+    image_options.add_arguments(parser)
     _add_pace(parser)
     _add_output(parser)
 
@@ -76,7 +77,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     add = group.add_argument
-    add("--backend", choices=list(serve.DEFAULT_ENDPOINTS), default="openai", help="completions or chat")
+    add(
+        "--backend",
+        choices=list(serve.DEFAULT_ENDPOINTS),
+        help="completions or chat. Default: openai, and openai-chat for images",
+    )
     add("--base-url", metavar="URL", help="http://HOST:PORT; overrides --host and --port")
     add("--host", default="127.0.0.1")
     add("--port", type=positive, default=8000)
@@ -96,7 +101,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     add = group.add_argument
-    add("--dataset-name", choices=["random"], default="random")
+    add("--dataset-name", choices=["random", image_options.DATASET], default="random")
     add("--num-prompts", type=positive, default=1000)
     add("--random-input-len", "--input-len", type=positive, default=1024, metavar="TOKENS")
     add("--random-output-len", "--output-len", type=positive, default=128, metavar="TOKENS")
@@ -166,7 +171,13 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 def _serve_bench(options: argparse.Namespace) -> serve.ServeBench:
     """Raises: ConfigError."""
-    if options.prompt_format == "ids" and options.backend == "openai-chat":
+    images = image_options.image_shape(options)
+    backend: serve.Backend = options.backend or ("openai" if images is None else "openai-chat")
+    if images is not None and backend != "openai-chat":
+        raise ConfigError(
+            f"--dataset-name {options.dataset_name} needs --backend openai-chat: images are parts of chats"
+        )
+    if options.prompt_format == "ids" and backend == "openai-chat":
         raise ConfigError("--prompt-format ids needs --backend openai: chat messages are text")
     if options.vocab_size is not None and options.prompt_format != "ids":
         raise ConfigError("--vocab-size is for --prompt-format ids")
@@ -176,13 +187,14 @@ def _serve_bench(options: argparse.Namespace) -> serve.ServeBench:
         headers.setdefault("Authorization", f"Bearer {key}")
     return serve.ServeBench(
         base_url=options.base_url or f"http://{options.host}:{options.port}",
-        backend=options.backend,
-        endpoint=options.endpoint or serve.DEFAULT_ENDPOINTS[options.backend],
+        backend=backend,
+        endpoint=options.endpoint or serve.DEFAULT_ENDPOINTS[backend],
         model=options.model,
         tokenizer=options.tokenizer,
         shape=RandomShape(
             options.random_input_len, options.random_output_len, options.random_range_ratio, options.random_prefix_len
         ),
+        images=images,
         num_prompts=options.num_prompts,
         num_warmups=options.num_warmups,
         prompt_format=options.prompt_format,

@@ -67,6 +67,29 @@ class Latency:
 
 
 @dataclass(slots=True, frozen=True)
+class SentBytes:
+    """What successful requests with images carried."""
+
+    num_images: int
+    num_different_images: int
+    image_bytes: int
+    """Of the image files, before base64."""
+    image_pixels: int
+    body_bytes: int
+    """Of the HTTP bodies."""
+
+    def to_json(self) -> dict[str, int]:
+        """Keys of our own: the known benchmark has none."""
+        return {
+            "total_images": self.num_images,
+            "total_different_images": self.num_different_images,
+            "total_image_bytes": self.image_bytes,
+            "total_image_pixels": self.image_pixels,
+            "total_sent_bytes": self.body_bytes,
+        }
+
+
+@dataclass(slots=True, frozen=True)
 class Summary:
     """Figures of one run."""
 
@@ -83,6 +106,7 @@ class Summary:
     """Most tokens seen in any one-second bin of the run."""
     max_concurrent_requests: int
     latencies: dict[str, Latency]
+    sent: SentBytes | None = None
 
     @property
     def request_throughput(self) -> float:
@@ -115,6 +139,7 @@ class Summary:
             "total_token_throughput": self.total_token_throughput,
             "max_output_tokens_per_s": self.max_output_tokens_per_s,
             "max_concurrent_requests": self.max_concurrent_requests,
+            **(self.sent.to_json() if self.sent is not None else {}),
         }
         for name, latency in self.latencies.items():
             result[f"mean_{name}_ms"] = latency.mean

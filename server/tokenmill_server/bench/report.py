@@ -33,6 +33,14 @@ def format_summary(
         _count("Total generated tokens:", summary.total_output_tokens),
         _value("Request throughput (req/s):", summary.request_throughput),
     ]
+    if summary.sent is not None:
+        lines[-1:-1] = [
+            _count("Total images:", summary.sent.num_images),
+            _count("Different images:", summary.sent.num_different_images),
+            _value("Image files (MB):", summary.sent.image_bytes / 1e6),
+            _value("Sent (MB):", summary.sent.body_bytes / 1e6),
+            _value("Sent (MB/s):", summary.sent.body_bytes / 1e6 / summary.duration_s),
+        ]
     if summary.request_goodput is not None:
         lines.append(_value("Request goodput (req/s):", summary.request_goodput))
     lines += [

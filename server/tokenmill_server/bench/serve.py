@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from tokenmill_server.bench.client_process import Target
 from tokenmill_server.bench.clients import Run, default_processes, run_load
 from tokenmill_server.bench.http_client import HttpClient
 from tokenmill_server.bench.load import Job
-from tokenmill_server.bench.metrics import RequestRecord, Summary, summarize
+from tokenmill_server.bench.metrics import RequestRecord, SentBytes, Summary, summarize
+from tokenmill_server.bench.random_images import ImageShape, RandomImage, draw_images
 from tokenmill_server.bench.report import format_summary
 from tokenmill_server.bench.tokenizer import load_tokenizer
 from tokenmill_server.bench.workload import (
@@ -40,6 +41,8 @@ DEFAULT_ENDPOINTS: dict[Backend, str] = {
 }
 """`vllm` is another name of `openai`."""
 
+_WARMUP_SEED = 1 << 32
+
 
 @dataclass(slots=True, frozen=True)
 class ServeBench:
@@ -52,6 +55,7 @@ class ServeBench:
     tokenizer: str | None
     shape: RandomShape
     num_prompts: int
+    images: ImageShape | None = None
     num_warmups: int = 0
     prompt_format: Literal["text", "ids"] = "text"
     vocab_size: int | None = None
@@ -84,11 +88,13 @@ def run(bench: ServeBench) -> int:
     model = uvloop.run(_find_model(bench))
     tokenizer = _tokenizer(bench, model)
     prompts = _prompts(bench, tokenizer)
-    jobs = _jobs(bench, model, prompts)
+    images = _images(bench)
+    jobs = _jobs(bench, model, prompts, images)
     done = _send(bench, jobs[: bench.num_warmups], jobs[bench.num_warmups :])
     records = done.records
     _count_missing_tokens(records, tokenizer)
     summary = summarize(records, done.duration_s, bench.percentiles, bench.goals_ms)
+    summary = replace(summary, sent=_sent(jobs[bench.num_warmups :], images[bench.num_warmups :], records))
     sys.stdout.write(format_summary(summary, bench.percentile_metrics, bench.request_rate, bench.max_concurrency))
     errors = [record.error for record in records if record.error is not None]
     if errors:
@@ -163,10 +169,20 @@ def _prompts(bench: ServeBench, tokenizer: Tokenizer | None) -> list[Prompt]:
     return text_prompts(bench.shape, count, tokenizer, bench.seed)
 
 
-def _body(bench: ServeBench, model: str, prompt: Prompt) -> bytes:
+def _images(bench: ServeBench) -> list[list[RandomImage]]:
+    """Those of each prompt. Nothing that is measured was sent by the warm-up."""
+    if bench.images is None:
+        return [[]] * (bench.num_warmups + bench.num_prompts)
+    warmups = draw_images(bench.images, bench.num_warmups, bench.seed + _WARMUP_SEED)
+    return warmups + draw_images(bench.images, bench.num_prompts, bench.seed)
+
+
+def _body(bench: ServeBench, model: str, prompt: Prompt, images: Sequence[RandomImage]) -> bytes:
     body: dict[str, Any] = {"model": model}
     if bench.backend == "openai-chat":
-        body["messages"] = [{"role": "user", "content": prompt.content}]
+        parts = [{"type": "image_url", "image_url": {"url": image.url}} for image in images]
+        content = [{"type": "text", "text": prompt.content}, *parts] if parts else prompt.content
+        body["messages"] = [{"role": "user", "content": content}]
         body["max_completion_tokens"] = prompt.output_len
     else:
         body["prompt"] = prompt.content
@@ -179,13 +195,32 @@ def _body(bench: ServeBench, model: str, prompt: Prompt) -> bytes:
     return msgspec.json.encode(body | bench.extra_body)
 
 
-def _jobs(bench: ServeBench, model: str, prompts: Sequence[Prompt]) -> list[Job]:
+def _jobs(
+    bench: ServeBench, model: str, prompts: Sequence[Prompt], images: Sequence[Sequence[RandomImage]]
+) -> list[Job]:
     """A request for each prompt. Those of the warm-up, which come first, leave all at once."""
     offsets_s = arrival_times(bench.num_prompts, bench.request_rate, bench.burstiness, bench.seed).tolist()
     return [
-        Job(_body(bench, model, prompt), prompt.num_tokens, prompt.output_len, offset_s)
-        for prompt, offset_s in zip(prompts, [0.0] * bench.num_warmups + offsets_s, strict=True)
+        Job(_body(bench, model, prompt, parts), prompt.num_tokens, prompt.output_len, offset_s)
+        for prompt, parts, offset_s in zip(prompts, images, [0.0] * bench.num_warmups + offsets_s, strict=True)
     ]
+
+
+def _sent(
+    jobs: Sequence[Job], images: Sequence[Sequence[RandomImage]], records: Sequence[RequestRecord]
+) -> SentBytes | None:
+    """What the requests that were answered had in them; None without images."""
+    done = [(job, parts) for job, parts, record in zip(jobs, images, records, strict=True) if record.error is None]
+    sent = [image for _, parts in done for image in parts]
+    if not any(images):
+        return None
+    return SentBytes(
+        num_images=len(sent),
+        num_different_images=len({id(image) for image in sent}),
+        image_bytes=sum(image.num_file_bytes for image in sent),
+        image_pixels=sum(image.size[0] * image.size[1] for image in sent),
+        body_bytes=sum(len(job.body) for job, _ in done),
+    )
 
 
 def _send(bench: ServeBench, warmups: Sequence[Job], jobs: Sequence[Job]) -> Run:

@@ -1,6 +1,7 @@
 """`tokenmill bench`: the command line as users type it."""
 
 import json
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tokenmill_server.bench import cli
 
 Start = Callable[[Script], ScriptedServer]
 
+MM = ["--dataset-name", "random-mm"]
 IDS = ["--prompt-format", "ids", "--vocab-size", "500"]
 
 
@@ -69,10 +71,41 @@ def test_host_and_port(scripted_server: Start) -> None:
     assert server.seen[-1].headers["authorization"] == "Bearer given"
 
 
+def test_images_in_chats(
+    scripted_server: Start, word_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = scripted_server(answer)
+    arguments = [
+        *["serve", "--base-url", server.url, *MM, "--num-prompts", "5", "--num-warmups", "2", "--input-len", "4"],
+        *["--tokenizer", str(word_tokenizer), "--random-mm-base-items-per-request", "3", "--seed", "7"],
+        *["--random-mm-bucket-config", "{(16, 8, 1): 0.5, (4, 4, 1): 0.5, (4, 4, 2): 0}"],
+        *["--random-mm-repeat-share", "0.4", "--random-mm-format", "png", "--result-filename", "out.json"],
+    ]
+    assert cli.main([*arguments, "--result-dir", str(tmp_path)]) == 0
+    posts = [seen for seen in server.seen if seen.method == "POST"]
+    assert {seen.path for seen in posts} == {"/v1/chat/completions"}
+    contents = [seen.body["messages"][0]["content"] for seen in posts]
+    assert all([part["type"] for part in content] == ["text", *["image_url"] * 3] for content in contents)
+    urls = [[part["image_url"]["url"] for part in content[1:]] for content in contents]
+    assert all(url.startswith("data:image/png;base64,") for each in urls for url in each)
+    # The warm-up, whose order of arrival is anybody's, shares nothing with what is measured.
+    warmup, measured = ({url for each in part for url in each} for part in (urls[:2], urls[2:]))
+    assert not warmup & measured
+
+    result = json.loads((tmp_path / "out.json").read_text())
+    sent = [url for each in urls[2:] for url in each]
+    assert result["total_images"] == 15
+    assert result["total_different_images"] == len(measured) < 15
+    assert result["total_image_bytes"] == sum(len(b64decode(url.partition(",")[2])) for url in sent)
+    assert result["total_sent_bytes"] == sum(int(seen.headers["content-length"]) for seen in posts[2:])
+    assert 15 * 16 <= result["total_image_pixels"] <= 15 * 128
+    assert "Sent (MB):" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--dataset-name", "sharegpt"], "invalid choice: 'sharegpt' (choose from random)"),
+        (["serve", "--dataset-name", "sharegpt"], "invalid choice: 'sharegpt' (choose from random, random-mm)"),
         (["serve", "--request-rate", "0"], "'0' is not a number above 0"),
         (["serve", "--request-rate", "nan"], "'nan' is not a number above 0"),
         (["serve", "--random-range-ratio", "1"], "from 0 to below 1"),
@@ -83,6 +116,9 @@ def test_host_and_port(scripted_server: Start) -> None:
         (["serve", "--goodput", "ttft"], "NAME:MILLISECONDS"),
         (["serve", "--extra-body", "[1]"], "is not a JSON object"),
         (["serve", "--header", "novalue"], "NAME=VALUE"),
+        (["serve", "--random-mm-sizes", "big"], "sizes such as 256x256"),
+        (["serve", "--random-mm-bucket-config", "{(64, 64, 8): 1.0}"], "videos are not drawn"),
+        (["serve", "--random-mm-repeat-share", "1.5"], "from 0 to 1"),
         (["serve", "--no-such-flag"], "unknown argument --no-such-flag"),
         (["latency", "--num-iters", "0"], "at least 1"),
         (["nothing"], "invalid choice: 'nothing'"),
@@ -92,7 +128,7 @@ def test_mistakes_are_explained(arguments: list[str], message: str, capsys: pyte
     with pytest.raises(SystemExit) as exit_info:
         cli.main(arguments)
     assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err.replace("'random'", "random")
+    assert message in capsys.readouterr().err.replace("'random'", "random").replace("'random-mm'", "random-mm")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +136,9 @@ def test_mistakes_are_explained(arguments: list[str], message: str, capsys: pyte
     [
         (["serve", "--backend", "openai-chat", "--prompt-format", "ids"], "needs --backend openai"),
         (["serve", "--vocab-size", "10"], "is for --prompt-format ids"),
+        (["serve", "--random-mm-format", "png"], "--random-mm-format needs --dataset-name random-mm"),
+        (["serve", "--dataset-name", "random-mm", "--backend", "openai"], "needs --backend openai-chat"),
+        (["serve", *MM, "--random-mm-sizes", "8x8", "--random-mm-bucket-config", "{(8, 8, 1): 1}"], "say the same"),
         (["throughput", "--no-such-engine-flag", "1"], "unknown flag --no-such-engine-flag"),
         (["latency", "--max-num-seqs", "-4"], "--max-num-seqs must be"),
     ],
