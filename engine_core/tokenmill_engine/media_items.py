@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.config.media import MediaConfig, VisionConfig
+from tokenmill_engine.config.views import ViewsConfig
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import MediaItem, MediaTensor
 
@@ -65,12 +66,15 @@ def _checked_place(name: str, item: MediaItem, last_end: int, num_prompt: int) -
 def _check_tensors(name: str, item: MediaItem, config: MediaConfig) -> None:
     """Its pixels are what the encoder takes, and give as many rows as it has placeholders."""
     vision = config.vision
+    shape: tuple[int, ...]
     if item.tensors.keys() != _TENSORS:
         raise _error(f"{name}: it has the tensors {sorted(item.tensors)}, not {sorted(_TENSORS)}")
-    if config.kind == "llava":
+    if config.views is not None:
+        shape, num_rows = _shape_of_views(name, item, vision, config.views)
+    elif config.kind == "llava":
         if vision.image_size is None or item.grid is not None:
             raise _error(f"{name}: this model takes images of one size; they have no grid")
-        shape: tuple[int, ...] = (vision.num_channels, vision.image_size, vision.image_size)
+        shape = (vision.num_channels, vision.image_size, vision.image_size)
         num_rows = vision.tokens_per_image or 0
     else:
         merge = vision.spatial_merge_size
@@ -87,6 +91,19 @@ def _check_tensors(name: str, item: MediaItem, config: MediaConfig) -> None:
         raise _error(f"{name}: it has {item.num_tokens} placeholders and becomes {num_rows} rows")
     _check_tensor(f"{name}: pixel_values", item.tensors["pixel_values"], "uint8", shape)
     _check_tensor(f"{name}: values", item.tensors["values"], "float32", (vision.num_channels, 256))
+
+
+def _shape_of_views(
+    name: str, item: MediaItem, vision: VisionConfig, views: ViewsConfig
+) -> tuple[tuple[int, ...], int]:
+    """Of its pixels, and how many rows they become."""
+    if item.grid is None or min(item.grid) < 1:
+        raise _error(f"{name}: its grid is {item.grid}; it must have views, height and width")
+    num_views, height, width = item.grid
+    if num_views not in (1, 1 + views.num_tiles(height, width)):
+        raise _error(f"{name}: {num_views} views are not what {height} x {width} pixels are seen in")
+    shape = (num_views, vision.num_channels, views.view_size, views.view_size)
+    return shape, views.num_rows(num_views, height, width)
 
 
 def _check_seconds(name: str, item: MediaItem, config: MediaConfig) -> None:

@@ -101,13 +101,13 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     num_tokens: int
     """Placeholders, all in a row."""
     grid: tuple[int, int, int] | None
-    """Patches in time, height and width, before merging; None for models with one size of image. Images have one in
-    time."""
+    """Patches in time, height and width, before merging; images have one in time. For LLaVA-OneVision views, and height
+    and width of the image in pixels. None for models with one size of image."""
     tensors: dict[str, MediaTensor]
     """Empty: the engine core is believed to have them under this key; one that has not answers `MediaMissing`.
     `pixel_values` uint8: [num_patches, num_channels * patch_size**2] for an image (Qwen2-VL; the encoder repeats it
-    in time), [num_patches, num_channels * temporal_patch_size * patch_size**2] for a video, or [3, height, width]
-    (LLaVA).
+    in time), [num_patches, num_channels * temporal_patch_size * patch_size**2] for a video, [3, height, width]
+    (LLaVA) or [num_views, 3, height, width] (LLaVA-OneVision).
     `values` float32 [3, 256]: what each pixel of each channel becomes."""
     seconds_per_step: float | None = None
     """Videos of Qwen2.5-VL: from one patch in time to the next. None for all else."""

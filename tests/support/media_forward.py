@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def random_video(media: MediaConfig, grid: Grid, seed: int, seconds: float | Non
 
 def random_image(media: MediaConfig, grid: Grid, seed: int) -> ImageInput:
     """A prepared image, as the encoder sees it; models with one size of image have no use for the grid."""
+    if media.views is not None:
+        height, width = 7 * grid[1], 7 * grid[2]
+        return view_image((1 + media.views.num_tiles(height, width), height, width), seed)
     if media.kind == "llava":
         tensors = with_values(make_pixels((3, LLAVA_IMAGE_SIZE, LLAVA_IMAGE_SIZE), _FIRST_SEED + seed))
         return ImageInput(torch.from_numpy(seen_values(tensors)))
@@ -48,9 +52,18 @@ def random_image(media: MediaConfig, grid: Grid, seed: int) -> ImageInput:
     return ImageInput(torch.from_numpy(seen_values(tensors, TEMPORAL_PATCH_SIZE)), grid)
 
 
+def view_image(grid: Grid, seed: int) -> ImageInput:
+    """An image in so many views as `grid` (views, height, width) says."""
+    pixels = make_pixels((grid[0], 3, LLAVA_IMAGE_SIZE, LLAVA_IMAGE_SIZE), _FIRST_SEED + seed)
+    return ImageInput(torch.from_numpy(seen_values(with_values(pixels))), grid)
+
+
 def tensors_of(image: ImageInput) -> dict[str, MediaTensor]:
     """Those of the item that `random_image` or `random_video` gives the values of."""
     values = image.pixel_values.numpy()
+    if values.ndim == 4:
+        views = [np.searchsorted(VALUES[channel], values[:, channel]) for channel in range(3)]
+        return with_values(tensor_of(np.stack(views, axis=1).astype(np.uint8)))
     if image.grid is not None:
         values = values.reshape(len(values), 3, TEMPORAL_PATCH_SIZE, -1).swapaxes(0, 1)
         values = values if isinstance(image, VideoInput) else values[:, :, :1]
@@ -61,6 +74,8 @@ def tensors_of(image: ImageInput) -> dict[str, MediaTensor]:
 
 
 def num_placeholders(media: MediaConfig, image: ImageInput) -> int:
+    if media.views is not None and image.grid is not None:
+        return media.views.num_rows(*image.grid)
     if image.grid is None:
         assert media.vision.tokens_per_image is not None
         return media.vision.tokens_per_image
@@ -79,7 +94,7 @@ class MediaPrompt:
         grids = [
             GridSpan(offset, image.grid, _time_step(media, image))
             for offset, image in self.images
-            if image.grid is not None
+            if image.grid is not None and media.mrope_section is not None
         ]
         return mrope_positions(len(self.tokens), grids, media.vision.spatial_merge_size)
 
@@ -206,6 +221,9 @@ class Reference:
         """Rows of each image."""
         pixels = [image.pixel_values for image in images]
         with torch.no_grad():
+            if self._media.views is not None:
+                sizes = torch.tensor([image.grid[1:] for image in images if image.grid is not None])
+                return list(self.model.model.get_image_features(torch.cat(pixels), sizes).pooler_output)
             if self._media.kind == "llava":
                 return list(self.model.model.get_image_features(torch.stack(pixels)).pooler_output)
             grids = torch.tensor([image.grid for image in images])
@@ -230,6 +248,8 @@ class Reference:
         pixels = [image.pixel_values for image in images]
         if media.kind == "llava":
             return {"pixel_values": torch.stack(pixels)} if pixels else {}
+        if media.views is not None:
+            return _inputs_of_views([image.grid for image in images if image.grid is not None], pixels)
         kinds = (token_ids == media.image_token_id).int() + 2 * (token_ids == media.video_token_id).int()
         inputs = {"mm_token_type_ids": kinds}
         if pixels:
@@ -244,6 +264,19 @@ class Reference:
             if seconds:
                 inputs["second_per_grid_ts"] = torch.tensor(seconds)
         return inputs
+
+
+def _inputs_of_views(grids: Sequence[Grid], pixels: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Images in one view are those of prompts with several of them."""
+    if not pixels:
+        return {}
+    counts: list[int] = []
+    for is_single, of_kind in groupby(grids, lambda grid: grid[0] == 1):
+        num_images = len(list(of_kind))
+        assert not is_single or num_images > 1
+        counts += [num_images] if is_single else [1] * num_images
+    sizes = torch.tensor([grid[1:] for grid in grids])
+    return {"pixel_values": torch.cat(list(pixels)), "image_sizes": sizes, "batch_num_images": torch.tensor(counts)}
 
 
 def _joined(grids: torch.Tensor) -> torch.Tensor:

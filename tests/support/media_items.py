@@ -80,8 +80,8 @@ def with_values(pixels: MediaTensor) -> dict[str, MediaTensor]:
 def seen_values(tensors: Mapping[str, MediaTensor], times: int = 1) -> NDArray[np.float32]:
     """What an encoder sees of an item, in numpy: of patches, each is `times` times there."""
     pixels, values = (array_of(tensors[name]) for name in ("pixel_values", "values"))
-    if pixels.ndim == 3:
-        return np.stack([values[channel][pixels[channel]] for channel in range(3)])
+    if pixels.ndim >= 3:
+        return np.stack([values[channel][pixels[..., channel, :, :]] for channel in range(3)], axis=-3)
     patches = pixels.reshape(len(pixels), 3, -1)
     channels = [np.tile(values[channel][patches[:, channel]], times) for channel in range(3)]
     return np.concatenate(channels, axis=1)

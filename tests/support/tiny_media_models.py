@@ -22,7 +22,7 @@ from tests.support.tiny_models import (
     write_tokenizer,
 )
 
-MediaFamily = Literal["llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+MediaFamily = Literal["llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 Spelling = Literal["old", "new"]
 
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -34,11 +34,13 @@ ADDED_TOKENS = {
 }
 PATCH_SIZE, MERGE_SIZE, TEMPORAL_PATCH_SIZE = 4, 2, 2
 LLAVA_IMAGE_SIZE, LLAVA_PATCH_SIZE = 24, 8
+ONEVISION_SIZES = [[24 * rows, 24 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 MROPE_SECTION = [2, 3, 3]
 
 _DECODERS: dict[MediaFamily, Family] = {
     "llava": "llama",
     "llava_siglip": "llama",
+    "llava_onevision": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
@@ -117,6 +119,10 @@ def tiny_media_config(family: MediaFamily, spelling: Spelling = "new", **overrid
             "torch_dtype": "float32",
             "tie_word_embeddings": text["tie_word_embeddings"],
         }
+        if family == "llava_onevision":
+            llava["architectures"], llava["model_type"] = ["LlavaOnevisionForConditionalGeneration"], family
+            llava |= {"video_token_index": ADDED_TOKENS[VIDEO_PAD], "vision_aspect_ratio": "anyres_max_2"}
+            llava["image_grid_pinpoints"] = ONEVISION_SIZES
         llava.update(overrides)
         return llava
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
@@ -144,7 +150,7 @@ def tiny_media_config(family: MediaFamily, spelling: Spelling = "new", **overrid
 def _vision_config(family: MediaFamily) -> dict[str, Any]:
     if not is_qwen(family):
         return {
-            "model_type": "siglip_vision_model" if family == "llava_siglip" else "clip_vision_model",
+            "model_type": "clip_vision_model" if family == "llava" else "siglip_vision_model",
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_hidden_layers": 3,
@@ -285,7 +291,10 @@ class _Vision:
             self._linear(f"{layer}.mlp.fc1", inner, width)
             self._linear(f"{layer}.mlp.fc2", width, inner)
         self._norm("visual.post_layernorm", width)
-        layers = config.get("vision_feature_layer", -2)
+        is_onevision = config["model_type"] == "llava_onevision"
+        if is_onevision:
+            self._values("image_newline", text["hidden_size"])
+        layers = config.get("vision_feature_layer", -1 if is_onevision else -2)
         features = width * (1 if isinstance(layers, int) else len(layers))
         self._linear("multi_modal_projector.linear_1", text["hidden_size"], features)
         self._linear("multi_modal_projector.linear_2", text["hidden_size"], text["hidden_size"])
@@ -313,7 +322,7 @@ def _spelled(name: str, family: MediaFamily, spelling: Spelling) -> str:
         return re.sub(r"^visual\.", "vision_tower.vision_model.", name)
     name = re.sub(r"^model\.", "model.language_model.", name)
     name = re.sub(r"^visual\.", "model.vision_tower.vision_model.", name)
-    return re.sub(r"^multi_modal_projector\.", "model.multi_modal_projector.", name)
+    return re.sub(r"^(multi_modal_projector\.|image_newline$)", r"model.\1", name)
 
 
 def _processor_config(family: MediaFamily) -> dict[str, Any]:
@@ -339,6 +348,10 @@ def _processor_config(family: MediaFamily) -> dict[str, Any]:
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
     }
+    if family == "llava_onevision":
+        sizes = {"size": {"height": size, "width": size}, "image_grid_pinpoints": ONEVISION_SIZES}
+        general |= sizes | {"processor_class": "LlavaOnevisionProcessor"}
+        return general | {"image_processor_type": "LlavaOnevisionImageProcessor"}
     if family == "llava_siglip":
         return general | {"image_processor_type": "SiglipImageProcessor", "size": {"height": size, "width": size}}
     return general | {

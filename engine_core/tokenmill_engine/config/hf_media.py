@@ -1,5 +1,5 @@
-"""The parts of a `config.json` that describes a decoder and a vision encoder: LLaVA, Qwen2-VL, Qwen2.5-VL,
-Qwen3-VL.
+"""The parts of a `config.json` that describes a decoder and a vision encoder: LLaVA, LLaVA-OneVision,
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
 
 Knows the spellings of old checkpoints (Qwen's decoder beside the encoder, LLaVA's decoder by what differs from its
 family's defaults) and of new ones (`text_config`, `rope_parameters`). Torch-free.
@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
+from tokenmill_engine.config.hf_views import parse_views
 from tokenmill_engine.config.media import MediaConfig, VisionConfig
 from tokenmill_engine.errors import ConfigError
 
@@ -18,7 +19,8 @@ LLAVA = "LlavaForConditionalGeneration"
 QWEN2_VL = "Qwen2VLForConditionalGeneration"
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 QWEN3_VL = "Qwen3VLForConditionalGeneration"
-MEDIA_ARCHITECTURES = (LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
+LLAVA_ONEVISION = "LlavaOnevisionForConditionalGeneration"
+MEDIA_ARCHITECTURES = (LLAVA, LLAVA_ONEVISION, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
 
 _DECODERS = {
     "llama": "LlamaForCausalLM",
@@ -50,6 +52,27 @@ _LLAVA_VISION: Json = {
     "patch_size": 14,
 }
 """Of a LLaVA that states no vision encoder."""
+_ONEVISION_VISION: Json = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
+_LLAVA_DEFAULTS: dict[str, Json] = {
+    LLAVA: {
+        "vision_config": _LLAVA_VISION,
+        "vision_feature_select_strategy": "default",
+        "vision_feature_layer": -2,
+    },
+    LLAVA_ONEVISION: {
+        "vision_config": _ONEVISION_VISION,
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    },
+}
 _QWEN3_VISION: Json = {
     "depth": 27,
     "hidden_size": 1152,
@@ -84,7 +107,8 @@ def decoder_json(config: Mapping[str, Any], source: str) -> Json:
     Raises ConfigError for a decoder that is not supported.
     """
     name = media_architecture(config)
-    decoder = _llava_decoder(config, source) if name == LLAVA else _qwen_decoder(config, _QWEN_DECODERS[str(name)])
+    is_qwen = name in _QWEN_DECODERS
+    decoder = _qwen_decoder(config, _QWEN_DECODERS[str(name)]) if is_qwen else _llava_decoder(config, source)
     for key in ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id"):
         if decoder.get(key) is None and config.get(key) is not None:
             decoder[key] = config[key]
@@ -102,7 +126,7 @@ def parse_media(config: Mapping[str, Any], source: str) -> MediaConfig | None:
         return None
     try:
         decoder = decoder_json(config, source)
-        if name == LLAVA:
+        if name in _LLAVA_DEFAULTS:
             media = _llava(config, decoder, source)
         else:
             read = _qwen3_vision if name == QWEN3_VL else _qwen2_vision
@@ -122,7 +146,7 @@ def parse_media(config: Mapping[str, Any], source: str) -> MediaConfig | None:
 
 def _llava_decoder(config: Mapping[str, Any], source: str) -> Json:
     stated = dict(config.get("text_config") or {})
-    family = stated.get("model_type", "llama")
+    family = stated.get("model_type", "llama" if media_architecture(config) == LLAVA else "qwen2")
     if family not in _DECODERS:
         raise ConfigError(f"{source}: text_config has model_type {family!r}; supported: {', '.join(_DECODERS)}")
     return _SIZE_DEFAULTS | _DECODER_DEFAULTS[family] | stated | {"architectures": [_DECODERS[family]]}
@@ -150,13 +174,15 @@ def _qwen_decoder(config: Mapping[str, Any], defaults: Json) -> Json:
 
 
 def _llava(config: Mapping[str, Any], decoder: Json, source: str) -> MediaConfig:
-    stated = dict(config.get("vision_config") or _LLAVA_VISION)
+    name = str(media_architecture(config))
+    config = _LLAVA_DEFAULTS[name] | {key: value for key, value in config.items() if value is not None}
+    stated = dict(config["vision_config"])
     kind = str(stated.get("model_type", "clip_vision_model")).removesuffix("_vision_model")
     if kind not in _TOWER_DEFAULTS:
         raise ConfigError(f"{source}: vision_config has model_type {stated['model_type']!r}; supported: clip, siglip")
     stated = _TOWER_SIZES | _TOWER_DEFAULTS[kind] | stated
     num_layers = _number(stated, "num_hidden_layers", source)
-    strategy = config.get("vision_feature_select_strategy", "default")
+    strategy = config["vision_feature_select_strategy"]
     if strategy not in ("default", "full"):
         raise ConfigError(f"{source}: vision_feature_select_strategy {strategy!r} is not supported (default, full)")
     token_id = config.get("image_token_index", config.get("image_token_id"))
@@ -172,12 +198,15 @@ def _llava(config: Mapping[str, Any], decoder: Json, source: str) -> MediaConfig
         norm_eps=float(stated["layer_norm_eps"]),
         num_channels=_number(stated | {"num_channels": stated.get("num_channels", 3)}, "num_channels", source),
         image_size=_number(stated, "image_size", source),
-        feature_layers=_feature_layers(config.get("vision_feature_layer", -2), num_layers, source),
+        feature_layers=_feature_layers(config["vision_feature_layer"], num_layers, source),
         drops_first=strategy == "default",
         projector_activation=_activation(config.get("projector_hidden_act", "gelu"), source),
         projector_bias=bool(config.get("multimodal_projector_bias", True)),
     )
-    return MediaConfig("llava", 32000 if token_id is None else int(token_id), vision)
+    if name == LLAVA:
+        return MediaConfig("llava", 32000 if token_id is None else int(token_id), vision)
+    token_id = 151646 if token_id is None else int(token_id)
+    return MediaConfig("llava_onevision", token_id, vision, views=parse_views(config, vision, source))
 
 
 def _qwen(config: Mapping[str, Any], decoder: Json, vision: VisionConfig, source: str) -> MediaConfig:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tokenmill_engine.config.views import ViewsConfig
+
 VisionKind = Literal["clip", "siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-MediaKind = Literal["llava", "qwen2_vl"]
+MediaKind = Literal["llava", "llava_onevision", "qwen2_vl"]
 EncoderMode = Literal["weights", "data"]
 """`weights`: each worker has a part of the encoder, and all compute every image together; `data`: each has all of the
 encoder, and the images of a step are split over them."""
@@ -99,7 +101,8 @@ class MediaConfig:
     gives for it."""
 
     kind: MediaKind
-    """How images are prepared: `llava`, "pixel_values" [3, image_size, image_size]; `qwen2_vl`, "pixel_values"
+    """How images are prepared: `llava`, "pixel_values" [3, image_size, image_size]; `llava_onevision`, [num_views, 3,
+    image_size, image_size] and a grid of (num_views, height, width), pixels of the image; `qwen2_vl`, "pixel_values"
     [num_patches, image_patch_dim] and a grid of (time, height, width) patches; those to be merged come one after
     another."""
     image_token_id: int
@@ -117,6 +120,8 @@ class MediaConfig:
     position in the text alone."""
     mrope_interleaved: bool = False
     """The frequencies of height and width take turns with those of time; else they come one section after another."""
+    views: ViewsConfig | None = None
+    """LLaVA-OneVision: how images are seen in several views."""
     frames_apart: bool = False
     """Text stands between the frames of a video: every group of frames that becomes one is an item of its own."""
 

@@ -16,16 +16,14 @@ from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.layers.placement import Placement, Target
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.models.vision.encoder import ImageInput, VisionEncoder
+from tokenmill_engine.models.vision.making import make_encoder
 from tokenmill_engine.models.vision.pixels import pixel_values
-from tokenmill_engine.models.vision.qwen import QwenVision
-from tokenmill_engine.models.vision.qwen3 import Qwen3Vision
 from tokenmill_engine.models.vision.spelling import decoder_name, own_name
-from tokenmill_engine.models.vision.tower import VisionTower
 
 
 class MediaDecoder(DenseDecoder):
-    """LLaVA, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The workers of the first stage have the encoder, together or each all
-    of it as `ModelConfig.encoder_mode` says; without `ModelConfig.media` nobody has."""
+    """LLaVA, LLaVA-OneVision and the dense Qwen-VL models. The workers of the first stage have the encoder, together or
+    each all of it as `ModelConfig.encoder_mode` says; without `ModelConfig.media` nobody has."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class MediaDecoder(DenseDecoder):
     ) -> None:
         """As in `DenseDecoder`."""
         super().__init__(config, device, attention, group, stage)
-        media = config.media
+        self._media = media = config.media
         self._vision = media.vision if media is not None else None
         self._turns_with = _dimensions(media, device) if media is not None else None
         if media is not None and self.stage.is_first:
@@ -137,13 +135,7 @@ class MediaDecoder(DenseDecoder):
         return self.cos_sin.gather(0, positions.index_select(0, self._turns_with).T.long())
 
     def _build(self, device: torch.device, group: Group) -> VisionEncoder | None:
-        if self._vision is None:
-            return None
-        placement = Placement(self.dtype, device, group)
-        if self._vision.kind in ("clip", "siglip"):
-            return VisionTower(self._vision, placement)
-        encoder = Qwen3Vision if self._vision.kind == "qwen3_vl" else QwenVision
-        return encoder(self._vision, placement)
+        return None if self._media is None else make_encoder(self._media, Placement(self.dtype, device, group))
 
 
 def _dimensions(media: MediaConfig, device: torch.device) -> torch.Tensor | None:

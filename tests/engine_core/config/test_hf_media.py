@@ -22,7 +22,7 @@ from tokenmill_engine.config.media import MediaConfig, VisionConfig
 from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.errors import ConfigError
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def media_of(config: dict[str, Any]) -> MediaConfig:

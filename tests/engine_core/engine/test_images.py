@@ -1,5 +1,6 @@
 """Answers about images do not depend on how the work is cut, and are those of transformers."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from tokenmill_engine.config.media import MediaConfig
 
 pytestmark = pytest.mark.slow
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 NUM_OUTPUT = 8
 SETTINGS = {
     "all-at-once": SchedulerConfig(explicit_budget=True, max_num_batched_tokens=512),
@@ -30,6 +31,11 @@ SETTINGS = {
         explicit_budget=True, max_num_batched_tokens=16, disable_chunked_mm_input=True
     ),
 }  # fmt: skip
+LARGER_SETTINGS = {
+    "small-cache": dataclasses.replace(SETTINGS["small-cache"], max_num_encoder_tokens=36, encoder_cache_tokens=34),
+    "whole-images": dataclasses.replace(SETTINGS["whole-images"], max_num_batched_tokens=32),
+}
+"""For models whose images take more tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,10 @@ class Subject:
     answers: tuple[tuple[int, ...], ...]
 
     def engine(self, setting: str = "all-at-once", **changes: int) -> ImageEngine:
-        return ImageEngine(image_config(cached_tiny_media_model(self.family), SETTINGS[setting], **changes))
+        scheduling = SETTINGS[setting]
+        if self.family == "llava_onevision":
+            scheduling = LARGER_SETTINGS.get(setting, scheduling)
+        return ImageEngine(image_config(cached_tiny_media_model(self.family), scheduling, **changes))
 
 
 @cache
@@ -114,7 +123,7 @@ def test_an_image_is_looked_at_and_not_mistaken(subject: Subject, engines: list[
 
 
 def test_preempted_requests_are_answered_the_same(subject: Subject, engines: list[ImageEngine]) -> None:
-    engine = subject.engine("small-cache", num_blocks=12)
+    engine = subject.engine("small-cache", num_blocks=18 if subject.media.views is not None else 12)
     engines.append(engine)
     order = (0, 5, 2, 0, 5, 2)
     asked = [subject.prompts[index] for index in order]

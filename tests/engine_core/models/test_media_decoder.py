@@ -32,6 +32,8 @@ CASES: dict[str, tuple[MediaFamily, Spelling, dict[str, Any]]] = {
         {"vision_feature_layer": -1, "vision_config": {"image_size": 24, "patch_size": 7}},
     ),
     "llava-qwen2": ("llava", "old", {"text_config": {"model_type": "qwen2"}}),
+    "onevision": ("llava_onevision", "new", {}),
+    "onevision-old-names": ("llava_onevision", "old", {"vision_aspect_ratio": "anyres_max_9"}),
     "qwen2-vl": ("qwen2_vl", "new", {}),
     "qwen2-vl-tied": ("qwen2_vl", "old", {"text_config": {"tie_word_embeddings": True}}),
     "qwen2-vl-old-names": ("qwen2_vl", "old", {}),
@@ -219,7 +221,7 @@ def test_wrong_pixels_are_refused(subject: Subject) -> None:
 
 
 def test_bfloat16_stays_near_float32() -> None:
-    for family in ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+    for family in ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
         folder = cached_tiny_media_model(family)
         media = model_config(folder).media
         assert isinstance(media, MediaConfig)

@@ -16,7 +16,7 @@ from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.spelling import decoder_name, own_name
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def media_of(folder: Path) -> MediaConfig:

@@ -1,8 +1,9 @@
 """How checkpoints with a vision encoder call their tensors, and how we do.
 
 Ours: the decoder as if it were alone (`model.layers.0...`, `lm_head`), the encoder under `visual.`, LLaVA's projector
-under `multi_modal_projector.`. Old checkpoints have `visual.` beside `model.` (Qwen), or `vision_tower.vision_model.`
-beside `language_model.model.` (LLaVA). In new ones `model.` holds both, and the decoder is `model.language_model.`.
+under `multi_modal_projector.` and its `image_newline`. Old checkpoints have `visual.` beside `model.` (Qwen), or
+`vision_tower.vision_model.` beside `language_model.model.` (LLaVA). In new ones `model.` holds both, and the decoder is
+`model.language_model.`.
 """
 
 import re
@@ -10,7 +11,7 @@ import re
 _DECODER = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 _HEAD = re.compile(r"^language_model\.lm_head\.")
 _ENCODER = re.compile(r"^(?:model\.)?(?:visual|vision_tower(?:\.vision_model)?)\.")
-_PROJECTOR = re.compile(r"^model\.(?=multi_modal_projector\.)")
+_PROJECTOR = re.compile(r"^model\.(?=multi_modal_projector\.|image_newline$)")
 _LAYER = re.compile(r"^visual\.encoder\.layers\.(\d+)\.")
 _UNUSED = re.compile(r"^visual\.(?:post_layernorm\.|head\.|embeddings\.position_ids$|rotary_pos_emb\.inv_freq$)")
 
