@@ -21,7 +21,7 @@ from tokenmill import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SMALL_STEPS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
 """Prompts are computed in pieces that end within images."""
 COUNT = 12

@@ -33,7 +33,7 @@ class ImageOracle:
         """
         places = [at for at, token_id in enumerate(prompt_token_ids) if token_id == self._media.image_token_id]
         prompt = MediaPrompt(list(prompt_token_ids), [])
-        for image in map(self._prepare, images):
+        for image in self._prepare_views(images) if self._media.views is not None else map(self._prepare, images):
             (rows,) = self._reference.encode([image])
             place, places = places[: len(rows)], places[len(rows) :]
             assert place == list(range(place[0], place[0] + len(rows)))
@@ -44,6 +44,19 @@ class ImageOracle:
         known = known[: known.index(token_id) + 1] if token_id in known else known
         chosen: list[int] = self._reference.logits(prompt, known[:-1])[-len(known) :].argmax(-1).tolist()
         return chosen + list(answer[len(known) :])
+
+    def _prepare_views(self, images: Sequence[NDArray[np.uint8]]) -> list[ImageInput]:
+        """Several images are seen otherwise than one."""
+        views = self._media.views
+        assert views is not None
+        if not images:
+            return []
+        prepared = self._processor([list(images)], return_tensors="pt", input_data_format="channels_last")
+        inputs = []
+        for pixels, size in zip(prepared["pixel_values"], prepared["image_sizes"].tolist(), strict=True):
+            num_views = 1 if len(images) > 1 else 1 + views.num_tiles(*size)
+            inputs.append(ImageInput(pixels[:num_views], (num_views, size[0], size[1])))
+        return inputs
 
     def _prepare(self, image: NDArray[np.uint8]) -> ImageInput:
         prepared = self._processor(image, return_tensors="pt", input_data_format="channels_last")

@@ -18,4 +18,4 @@ def media_config(kind: VideoMethod) -> MediaConfig:
         temporal_patch_size=2,
         spatial_merge_size=2,
     )
-    return MediaConfig(kind, 1, vision, video_token_id=2)  # type: ignore[arg-type]
+    return MediaConfig("qwen2_vl", 1, vision, video_token_id=2, takes_video=True, frames_apart=kind == "qwen3_vl")

@@ -222,14 +222,22 @@ class Reference:
         pixels = [image.pixel_values for image in images]
         with torch.no_grad():
             if self._media.views is not None:
-                sizes = torch.tensor([image.grid[1:] for image in images if image.grid is not None])
-                return list(self.model.model.get_image_features(torch.cat(pixels), sizes).pooler_output)
+                return [self._encode_views(image) for image in images]
             if self._media.kind == "llava":
                 return list(self.model.model.get_image_features(torch.stack(pixels)).pooler_output)
             grids = torch.tensor([image.grid for image in images])
             features = self.model.model.get_image_features(torch.cat(pixels), grids)
             layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
             return [torch.cat(rows, dim=1) for rows in zip(*layers, strict=True)]
+
+    def _encode_views(self, image: ImageInput) -> torch.Tensor:
+        """In one view an image is seen beside others alone: beside itself."""
+        assert image.grid is not None
+        times = 2 if image.grid[0] == 1 else 1
+        pixels, sizes = torch.cat([image.pixel_values] * times), torch.tensor([image.grid[1:]] * times)
+        result = self.model.model.get_image_features(pixels, sizes, batch_num_images=torch.tensor([times]))
+        rows: torch.Tensor = result.pooler_output[0]
+        return rows
 
     def positions(self, text: MediaPrompt) -> tuple[torch.Tensor, int]:
         """[3, num_tokens], and what to add for later tokens."""

@@ -25,6 +25,8 @@ class ImageLimits:
 
     max_images: int
     max_image_tokens: int
+    one_view_of_several: bool = False
+    """A model that sees an image in several views, too, sees several images in one each, as it was trained."""
 
 
 class ImageChats:
@@ -54,6 +56,8 @@ class ImageChats:
         if not images:
             return await self._inputs.encode_chat(messages, options, truncation)
         check_num_images(images, self._limits.max_images)
+        if self._limits.one_view_of_several and len(images) > 1:
+            images = [replace(image, detail="low") for image in images]
         placeholders, typed = self._placeholders, TypedTokens(self._placeholders.token)
         hidden = placeholders.prepared(typed.hidden(messages))
         variables = typed.hidden(options.template_variables)
@@ -99,6 +103,6 @@ def make_image_chats(
         return None
     processor = ImageProcessor(media, read_image_options(Path(engine.model.path), media))
     placeholders = Placeholders(media, inputs.tokenizer, inputs.template)
-    limits = ImageLimits(settings.limits.images, engine.scheduler.max_item_tokens)
+    limits = ImageLimits(settings.limits.images, engine.scheduler.max_item_tokens, media.views is not None)
     prepared = PreparedMedia(place_caches(settings, num_api_servers, engine.data_parallel_size), on_lookup)
     return ImageChats(inputs, placeholders, MediaLoader(processor, settings, prepared), limits)

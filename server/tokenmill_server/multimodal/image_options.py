@@ -6,15 +6,17 @@ processors and with which numbers. What is not said there is that processor's de
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenmill_engine.config.hf_folder import read_optional_json
+from tokenmill_engine.config.hf_views import pinpoints
 from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.config.views import ViewsConfig
 from tokenmill_engine.errors import ConfigError
 
-Method = Literal["qwen2_vl", "clip", "siglip", "llava"]
+Method = Literal["qwen2_vl", "clip", "siglip", "llava", "onevision"]
 Triple = tuple[float, float, float]
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -26,11 +28,13 @@ _METHODS: Mapping[str, Method] = {
     "CLIPFeatureExtractor": "clip",
     "SiglipImageProcessor": "siglip",
     "LlavaImageProcessor": "llava",
+    "LlavaOnevisionImageProcessor": "onevision",
 }
 _DEFAULTS: Mapping[Method, Mapping[str, Any]] = {
     "qwen2_vl": {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     "clip": {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True},
     "siglip": {"size": {"height": 224, "width": 224}, "image_mean": _HALVES, "image_std": _HALVES},
+    "onevision": {"size": {"height": 384, "width": 384}, "do_pad": True, "image_grid_pinpoints": None},
     "llava": {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True},
 }
 _COMMON: Mapping[str, Any] = {
@@ -71,6 +75,8 @@ class ImageOptions:
     min_pixels: int = 0
     max_pixels: int = 0
     """Qwen2-VL: the number of pixels is brought between these."""
+    views: ViewsConfig | None = None
+    """LLaVA-OneVision: an image is seen in several views; None: in one."""
 
     def text(self) -> str:
         """All of it, for keys."""
@@ -103,6 +109,8 @@ def _options(given: Mapping[str, Any], media: MediaConfig, source: str) -> Image
     }
     if method == "qwen2_vl":
         return _qwen2_vl(values, media, source, common)
+    if media.views is not None:
+        return _views(values, media.views, source, common)
     options = _one_size(values, source, common)
     wanted = media.vision.image_size
     if (options.crop_size or options.size) != (wanted, wanted):
@@ -131,12 +139,15 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
 def _method(given: Mapping[str, Any], media: MediaConfig, source: str) -> Method:
     name = str(given.get("image_processor_type") or given.get("feature_extractor_type") or "")
     bare = name.removesuffix("Fast").removesuffix("Pil")
+    if not name and media.views is not None:
+        return "onevision"
     if not name:
         return "qwen2_vl" if media.kind == "qwen2_vl" else "siglip" if media.vision.kind == "siglip" else "clip"
     if bare not in _METHODS:
         raise ConfigError(f"{source}: images are prepared by {name}; supported: {', '.join(_METHODS)}")
     method = _METHODS[bare]
-    if (method == "qwen2_vl") != (media.kind == "qwen2_vl"):
+    kinds = {"qwen2_vl": "qwen2_vl", "onevision": "llava_onevision"}
+    if kinds.get(method, "llava") != media.kind:
         raise ConfigError(f"{source}: {name} does not fit a model of the kind {media.kind}")
     return method
 
@@ -159,6 +170,18 @@ def _qwen2_vl(values: Mapping[str, Any], media: MediaConfig, source: str, common
         min_pixels=int(values.get("min_pixels") or size["shortest_edge"]),
         max_pixels=int(values.get("max_pixels") or size["longest_edge"]),
     )
+
+
+def _views(values: Mapping[str, Any], views: ViewsConfig, source: str, common: dict[str, Any]) -> ImageOptions:
+    """Squares of the whole size too, where an image is seen in one view."""
+    if pinpoints(values["image_grid_pinpoints"], source) != views.sizes:
+        raise ConfigError(f"{source}: image_grid_pinpoints are not those of config.json")
+    if common["mean"] is None:
+        raise ConfigError(f"{source}: images that are not normalized (do_normalize) are not supported for this model")
+    options = _one_size({**values, "do_pad": False}, source, common)
+    if options.size != (views.view_size, views.view_size) or options.crop_size is not None:
+        raise ConfigError(f"{source}: size must be that of the vision tower, {views.view_size} x {views.view_size}")
+    return replace(options, pads_to_square=True, views=views)
 
 
 def _one_size(values: Mapping[str, Any], source: str, common: dict[str, Any]) -> ImageOptions:

@@ -21,6 +21,7 @@ from tokenmill_server.multimodal.image_options import ImageOptions
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.keys import media_key
 from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.views import cut_views
 
 Detail = Literal["auto", "low", "high"]
 Pixels = NDArray[np.uint8]
@@ -36,18 +37,20 @@ class ImageProcessor:
     """Prepares images for one model."""
 
     def __init__(self, media: MediaConfig, options: ImageOptions) -> None:
-        self._tokens_per_image = media.vision.tokens_per_image
+        self._tokens_per_image, self._views = media.vision.tokens_per_image, media.views
         self._options = options
         low_pixels = min(options.max_pixels, max(options.min_pixels, _LOW_DETAIL_PIXELS))
-        self._low_options = replace(options, max_pixels=low_pixels)
+        self._low_options = replace(options, max_pixels=low_pixels, views=None)
         self._values = _tensor(_value_table(options))
         self._keyed = {each: each.text() for each in (self._options, self._low_options)}
 
     def num_tokens(self, picture: Picture, detail: Detail = "auto") -> int:
         """How many tokens `prepare` will say, which is quick to know. Raises MediaError as it does."""
+        options = self._options_for(detail)
+        if self._views is not None:
+            return self._views.num_rows(*_views_grid(picture.height, picture.width, options))
         if self._tokens_per_image is not None:
             return self._tokens_per_image
-        options = self._options_for(detail)
         height, width = qwen2_vl_size(picture.height, picture.width, options)
         return height * width // (options.patch_size * options.merge_size) ** 2
 
@@ -61,14 +64,18 @@ class ImageProcessor:
 
     def prepare(self, picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
         """Resizes, and crops or cuts into patches. `detail` low: of a model that takes images of any size at most
-        512 x 512 pixels. `key`: what `key` says of it, if that is known. Takes long: call it in a thread.
+        512 x 512 pixels, and of one that sees them in several views the whole alone. `key`: what `key` says of it, if
+        that is known. Takes long: call it in a thread.
 
         Raises MediaError for an image that the model does not take.
         """
         options = self._options_for(detail)
         key = key or self.key(picture, detail)
+        grid: tuple[int, int, int] | None
         if options.method == "qwen2_vl":
             pixels, grid = _patches(picture.pixels, options)
+        elif self._views is not None:
+            pixels, grid = _viewed(picture.pixels, options), _views_grid(picture.height, picture.width, options)
         else:
             pixels, grid = _square(picture.pixels, options).transpose(2, 0, 1), None
         tensors = {"pixel_values": _tensor(pixels), "values": self._values}
@@ -85,6 +92,20 @@ def _patches(pixels: Pixels, options: ImageOptions) -> tuple[Pixels, tuple[int, 
     rows, columns = resized.shape[0] // size, resized.shape[1] // size
     blocks = resized.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
     return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3 * size**2), (1, rows, columns)
+
+
+def _viewed(pixels: Pixels, options: ImageOptions) -> Pixels:
+    """[num_views, 3, size, size]"""
+    if options.views is None:
+        views = _square(pixels, options)[None]
+    else:
+        views = cut_views(pixels, options.views, options.resample)
+    return views.transpose(0, 3, 1, 2)
+
+
+def _views_grid(height: int, width: int, options: ImageOptions) -> tuple[int, int, int]:
+    """Views, and the size of the image itself, which says what of them is padding."""
+    return (1 if options.views is None else 1 + options.views.num_tiles(height, width), height, width)
 
 
 def _square(pixels: Pixels, options: ImageOptions) -> Pixels:

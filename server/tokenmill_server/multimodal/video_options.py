@@ -175,7 +175,7 @@ def _options(given: Mapping[str, Any], media: MediaConfig, source: str) -> Video
 
 def _method(given: Mapping[str, Any], media: MediaConfig, source: str) -> VideoMethod:
     """A file of images alone says nothing of videos: the model does."""
-    own: VideoMethod = "qwen2_vl" if media.kind == "qwen2_vl" else "qwen3_vl"
+    own: VideoMethod = "qwen3_vl" if media.frames_apart else "qwen2_vl"
     name = given.get("video_processor_type")
     if name is None:
         return own

@@ -123,7 +123,7 @@ def test_an_image_is_looked_at_and_not_mistaken(subject: Subject, engines: list[
 
 
 def test_preempted_requests_are_answered_the_same(subject: Subject, engines: list[ImageEngine]) -> None:
-    engine = subject.engine("small-cache", num_blocks=18 if subject.media.views is not None else 12)
+    engine = subject.engine("small-cache", num_blocks=17 if subject.media.views is not None else 12)
     engines.append(engine)
     order = (0, 5, 2, 0, 5, 2)
     asked = [subject.prompts[index] for index in order]

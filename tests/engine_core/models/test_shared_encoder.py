@@ -16,7 +16,7 @@ from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.models.loader import build_model, load_weights
 from tokenmill_engine.models.media_decoder import MediaDecoder
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 GRIDS = ((1, 4, 6), (1, 2, 2), (1, 10, 2))
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transformers import (
     CLIPImageProcessorPil,
     LlavaImageProcessorPil,
+    LlavaOnevisionImageProcessorPil,
     Qwen2VLImageProcessorPil,
     SiglipImageProcessorPil,
 )
@@ -18,6 +19,7 @@ from transformers import (
 from tests.support.media_items import seen_values
 from tests.support.pictures import noise
 from tokenmill_engine.config.media import MediaConfig, VisionConfig
+from tokenmill_engine.config.views import ViewsConfig
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
@@ -104,6 +106,48 @@ def test_towers(
     np.testing.assert_array_equal(values_of(image), wanted)
     assert image.grid is None
     assert image.num_tokens == media.vision.tokens_per_image
+
+
+PINPOINTS = [[56, 56], [56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+ONEVISION = MediaConfig(
+    "llava_onevision",
+    7,
+    VisionConfig("siglip", patch_size=14, image_size=56, drops_first=False, feature_layers=(2,), **_SHAPE),
+    views=ViewsConfig(tuple((height, width) for height, width in PINPOINTS), 2, 56, 4),
+)
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("config", [{}, {"resample": 2, "image_mean": [0.5, 0.2, 0.9]}])
+def test_views(height: int, width: int, config: dict[str, Any], tmp_path: Path) -> None:
+    config = {"size": SQUARE, "image_grid_pinpoints": PINPOINTS, **config}
+    ours = processor(tmp_path, ONEVISION, {"image_processor_type": "LlavaOnevisionImageProcessor", **config})
+    oracle, pixels = LlavaOnevisionImageProcessorPil(**config), noise(height, width)
+    alone = oracle([pixels], return_tensors="np", input_data_format="channels_last")
+    image = ours.prepare(Picture(pixels))
+    np.testing.assert_array_equal(values_of(image), alone["pixel_values"][0])
+    assert image.grid == (len(alone["pixel_values"][0]), height, width)
+    several = oracle([[pixels, noise(20, 30)]], return_tensors="np", input_data_format="channels_last")
+    whole = ours.prepare(Picture(pixels), "low")
+    np.testing.assert_array_equal(values_of(whole), several["pixel_values"][0])
+    assert (whole.grid, whole.num_tokens) == ((1, height, width), 17)
+    assert whole.key != image.key
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"do_normalize": False}, "do_normalize"),
+        ({"image_grid_pinpoints": [[56, 56]]}, "not those of config.json"),
+        ({"size": {"height": 56, "width": 58}}, "56 x 56"),
+        ({"size": {"shortest_edge": 56}}, "56 x 56"),
+        ({"image_processor_type": "SiglipImageProcessor"}, "does not fit"),
+    ],
+)
+def test_views_of_another_size_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = {"image_processor_type": "LlavaOnevisionImageProcessor", "size": SQUARE, "image_grid_pinpoints": PINPOINTS}
+    with pytest.raises(ConfigError, match=message):
+        processor(tmp_path, ONEVISION, given | config)
 
 
 def test_low_detail_is_at_most_512_by_512_pixels(tmp_path: Path) -> None:
