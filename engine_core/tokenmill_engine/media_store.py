@@ -54,16 +54,20 @@ class MediaStore:
 
     def complete(self, items: Sequence[MediaItem]) -> tuple[MediaItem, ...] | None:
         """`items` with tensors in each: those that came without, and those that are here already, get the ones from
-        here. None if some are nowhere to be had. Changes nothing: what came is not checked yet."""
+        here. None if some are nowhere to be had. Those in shared memory are no business of this store. Changes nothing:
+        what came is not checked yet."""
         here: dict[bytes, dict[str, MediaTensor]] = {}
         for item in items:
             entry = self._entries.get(item.key)
             if entry is not None:
                 here[item.key] = entry.tensors
-            elif item.tensors:
+            elif item.tensors and item.shared is None:
                 here.setdefault(item.key, item.tensors)
         completed = []
         for item in items:
+            if item.shared is not None:
+                completed.append(item)
+                continue
             tensors = here.get(item.key)
             if tensors is None:
                 return None
@@ -75,6 +79,7 @@ class MediaStore:
     def hold(self, request_id: int, items: Sequence[MediaItem]) -> None:
         """The request, which is new and has been found right, needs the tensors of `items` (as `complete` gave them)
         until it is released. From now on others may leave them out."""
+        items = [item for item in items if item.shared is None]
         if not items:
             return
         for item in items:

@@ -111,6 +111,9 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     `values` float32 [3, 256]: what each pixel of each channel becomes."""
     seconds_per_step: float | None = None
     """Videos of Qwen2.5-VL: from one patch in time to the next. None for all else."""
+    shared: SharedObject | None = None
+    """Where the bytes of `tensors` are, which come without them then, and stay for as long as the request does. None:
+    the bytes travel with the tensors."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -291,3 +294,5 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     attention_backend: str
     startup_s: dict[str, float] = {}
     """Seconds by phase: import, load, profile, warmup."""
+    num_segments: int = 0
+    """API servers whose shared media it reads: those with the first numbers. 0 where nothing is shared with it."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill_engine.kv_cache.spec import KVGroup
-from tokenmill_engine.messages import MediaTensor, SamplingParams
+from tokenmill_engine.messages import MediaTensor, SamplingParams, SharedObject
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,6 +36,10 @@ class EncoderInput:
     num_tokens: int
     grid: tuple[int, int, int] | None
     tensors: dict[str, MediaTensor]
+    key: bytes = b""
+    """As in `messages.MediaItem`."""
+    shared: SharedObject | None = None
+    """Where the bytes of the tensors are; None: in them."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +17,7 @@ from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.executor.multiproc import MultiprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
 from tokenmill_engine.ipc.control import EngineStart
+from tokenmill_engine.ipc.shared_objects import SharedObjects
 from tokenmill_engine.outputs import KVCapacity
 from tokenmill_engine.worker.gpu_start import begin_context, import_cuda
 
@@ -24,18 +25,25 @@ from tokenmill_engine.worker.gpu_start import begin_context, import_cuda
 class Preparation:
     """Imports what an executor needs, from the construction on. The process may end at any time meanwhile."""
 
-    def __init__(self, *, may_use_gpu: bool, num_workers: int = 0) -> None:
+    def __init__(self, *, may_use_gpu: bool, num_workers: int = 0, segments: Sequence[int] = ()) -> None:
         """`may_use_gpu`: the first visible one, if there is any, is set up as well. `num_workers`: as many worker
-        processes are started instead, which do all of that themselves; 0 if this process is to compute."""
+        processes are started instead, which do all of that themselves; 0 if this process is to compute. `segments`:
+        descriptors of memory that API servers share, by their numbers."""
+        self._segments = segments
         self._executor_class: Future[Any] = Future()
         self._gpu_error: BaseException | None = None
         """Why what GPUs need could not be imported. Set before `_executor_class` is."""
         self._pool: WorkerPool | StartupError | None = None
         self._on_gpu = may_use_gpu and may_have_gpu()
         if num_workers:
-            self._pool = _pool_or_error(num_workers, self._on_gpu)
+            self._pool = _pool_or_error(num_workers, self._on_gpu, segments)
         else:
             self._begin_imports()
+
+    @property
+    def num_segments(self) -> int:
+        """API servers whose memory the executor reads."""
+        return len(self._segments)
 
     def start_executor(
         self, start: EngineStart, on_lost: Callable[[EngineDeadError], None]
@@ -59,7 +67,7 @@ class Preparation:
         executor_class = self._executor_class.result()
         if self._gpu_error is not None and config.device.kind == "cuda":
             raise self._gpu_error
-        executor = executor_class(config)
+        executor = executor_class(config, shared=SharedObjects(self._segments))
         imported = time.monotonic()
         capacity: KVCapacity = executor.initialize()
         return executor, dataclasses.replace(capacity, phases={"import": imported - began, **capacity.phases})
@@ -70,7 +78,7 @@ class Preparation:
         size = start.config.parallel.world_size
         if isinstance(self._pool, WorkerPool) and self._pool.size != size:
             self._end_pool()
-        pool = self._pool or _pool_or_error(size, self._on_gpu)
+        pool = self._pool or _pool_or_error(size, self._on_gpu, self._segments)
         if isinstance(pool, StartupError):
             raise pool
         pool.gives_up = start.gives_up
@@ -103,9 +111,9 @@ class Preparation:
             self._executor_class.set_result(UniprocExecutor)
 
 
-def _pool_or_error(size: int, may_use_gpus: bool) -> WorkerPool | StartupError:
+def _pool_or_error(size: int, may_use_gpus: bool, segments: Sequence[int]) -> WorkerPool | StartupError:
     """The error is told when somebody listens."""
     try:
-        return WorkerPool(size, may_use_gpus=may_use_gpus)
+        return WorkerPool(size, may_use_gpus=may_use_gpus, segments=segments)
     except StartupError as error:
         return error

@@ -69,6 +69,7 @@ class EngineProcess:
             kv_cache_tokens=capacity.num_blocks // len(capacity.groups) * capacity.block_size,
             attention_backend=capacity.attention_backend,
             startup_s=capacity.phases,
+            num_segments=preparation.num_segments,
         )
 
     def run(self) -> None:
@@ -101,12 +102,13 @@ def main() -> NoReturn:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--workers", type=int, default=0, help="processes that compute; 0: this one")
+    parser.add_argument("--segments", type=int, nargs="*", default=[], help="descriptors of memory with media in it")
     args = parser.parse_args()
     channel: ControlChannel[EngineControl] = ControlChannel.from_fd(args.control_fd, EngineControl)
     # Until there are API servers nobody else removes the run directory of a launcher that is killed.
     signal.signal(END_SIGNAL, lambda _number, _frame: exit_terminated(channel, args.run_dir))
     become_child("engine core", args.parent_pid, END_SIGNAL, args.run_dir)
-    preparation = Preparation(may_use_gpu=args.device != "cpu", num_workers=args.workers)
+    preparation = Preparation(may_use_gpu=args.device != "cpu", num_workers=args.workers, segments=args.segments)
     try:
         start = channel.receive()
     except ChannelClosedError:

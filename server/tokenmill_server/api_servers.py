@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tokenmill_engine.errors import EngineDeadError, StartupError
 from tokenmill_engine.ipc.channel import ChannelClosedError
@@ -42,12 +42,16 @@ class ApiServers:
         run_dir: str,
         environment: Mapping[str, str],
         watcher: Watcher,
+        segments: Sequence[int] = (),
     ) -> None:
+        """`segments`: descriptors of the memory in which each shares media, by slot; none where nothing is shared. They
+        stay the caller's, who keeps them open."""
         self._configuration = configuration
         self._listen_fd = listen_fd
         self._run_dir = run_dir
         self._environment = environment
         self._watcher = watcher
+        self._segments = segments
         self._children: dict[int, ChildProcess[FromApiServer]] = {}
         self._incarnations = dict.fromkeys(range(configuration.server.api_server_count), 0)
         self._listening: set[int] = set()
@@ -183,8 +187,10 @@ class ApiServers:
         return True
 
     def _start(self, slot: int) -> None:
+        # The next in this slot goes on with the memory of the last one: engine cores have it already.
+        own = self._segments[slot : slot + 1]
         child: ChildProcess[FromApiServer] = spawn_child(
-            _MODULE, FromApiServer, pass_fds=(self._listen_fd,), env=self._environment
+            _MODULE, FromApiServer, pass_fds=(self._listen_fd, *own), env=self._environment
         )
         watch_child(self._watcher, ("api_server", slot), child)
         self._children[slot] = child
@@ -196,5 +202,6 @@ class ApiServers:
             listen_fd=self._listen_fd,
             server=self._configuration.server,
             engine=self._configuration.engine,
+            segment_fd=own[0] if own else None,
         )
         self.send(slot, start)

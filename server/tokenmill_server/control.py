@@ -22,3 +22,5 @@ class ApiServerStart(msgspec.Struct, tag=True, frozen=True):
     """Inherited descriptor of the listening socket, TCP or Unix, shared by all API servers."""
     server: ServerConfig
     engine: EngineConfig
+    segment_fd: int | None = None
+    """Inherited descriptor of the memory in which this API server shares media; None where nothing is shared."""

@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from tokenmill_engine.errors import EngineDeadError, StartupError
@@ -51,6 +52,7 @@ from tokenmill_server.launching import (
     workers_asked_for,
 )
 from tokenmill_server.listen import bind, release, url_of
+from tokenmill_server.media_segments import create_segments, may_share
 from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
 from tokenmill_server.watcher import Event, Exited, Readable, Said, Signalled, Watcher
@@ -98,7 +100,8 @@ def serve(values: FlagValues, parallel: DataParallelConfig) -> int:
         tell_what_has_no_effect(values, parallel)
         num_engines, num_workers = parallel.size_local, workers_asked_for(values)
         # What imports for seconds may begin while the configuration is checked.
-        spawned = may_spawn_early(num_engines, num_workers)
+        # Not before it is known how many API servers share memory with them.
+        spawned = may_spawn_early(num_engines, num_workers) and not may_share(values)
         if spawned:
             engines.spawn(num_engines, values["device"], environment, num_workers=num_workers)
         with signals.handled_by(lambda number: end_at_once(number, engines, run_dir)):
@@ -108,15 +111,16 @@ def serve(values: FlagValues, parallel: DataParallelConfig) -> int:
             configuration = build_configuration(values)
         listener = bind(configuration.server)
         stack.callback(release, listener)
+        segments = stack.enter_context(create_segments(configuration))
         if not spawned:
-            engines.spawn(num_engines, values["device"], environment, num_workers=num_workers)
+            engines.spawn(num_engines, values["device"], environment, num_workers=num_workers, segments=segments)
         remote = None
         if parallel.is_head:
             facts = facts_of(configuration.engine, parallel)
             gives_up = configuration.faults.engine_stall_timeout_s > 0
             remote = RemoteEngines(parallel, facts, watcher, run_dir.metrics, gives_up)
             stack.callback(remote.close)
-        launcher = Launcher(configuration, listener, run_dir, watcher, engines, remote)
+        launcher = Launcher(configuration, listener, run_dir, watcher, engines, remote, segments)
         stack.callback(launcher.stop)
         status = launcher.run()
         if remote is not None:
@@ -135,8 +139,10 @@ class Launcher:
         watcher: Watcher,
         engines: EngineSupervisor,
         remote: RemoteEngines | None = None,
+        segments: Sequence[int] = (),
     ) -> None:
-        """`engines` are spawned, not configured yet; `remote` are those of headless launchers, where there are any."""
+        """`engines` are spawned, not configured yet; `remote` are those of headless launchers, where there are any;
+        `segments` as in `ApiServers`."""
         self._configuration = configuration
         self._listener = listener
         self._watcher = watcher
@@ -148,7 +154,7 @@ class Launcher:
         self._missing: list[int] = []
         """The ranks that no launcher has, as API servers were told before that."""
         self._api_servers = ApiServers(
-            configuration, listener.fileno(), str(run_dir.path), child_environment(run_dir), watcher
+            configuration, listener.fileno(), str(run_dir.path), child_environment(run_dir), watcher, segments
         )
         self._monitor = EngineMonitor(configuration.engine, str(run_dir.metrics))
         self._draining: set[int] = set()

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenmill_engine.config.engine import EngineConfig
@@ -82,6 +82,7 @@ class EngineSupervisor:
         self._bind = bind or (lambda rank, incarnation: local_endpoints(run_dir, rank, incarnation))
         self._device = "auto"
         self._num_workers = 0
+        self._segments: Sequence[int] = ()
         self._ranks: dict[int, _Rank] = {}
         self._config: EngineConfig | None = None
         self._max_restarts = 0
@@ -96,16 +97,19 @@ class EngineSupervisor:
         *,
         first_rank: int = 0,
         num_workers: int = 0,
+        segments: Sequence[int] = (),
     ) -> None:
         """Starts the processes of all engine cores: they import what takes seconds, and wait to be configured.
         `device` is what the user asked for: auto, cpu or cuda. `num_workers`: processes that each of them starts at
-        once to compute; 0: it computes itself, or knows only when it is configured that it does not.
+        once to compute; 0: it computes itself, or knows only when it is configured that it does not. `segments`:
+        descriptors of memory that API servers share with it, by their numbers; the caller's, who keeps them open.
 
         Raises:
             StartupError: the machine does not let us start so many.
         """
         self._device = device
         self._num_workers = num_workers
+        self._segments = segments
         for index in range(num_engines):
             seen = _engine_environment(environment, device, num_engines, index, max(1, num_workers))
             rank = _Rank(first_rank + index, seen)
@@ -228,7 +232,11 @@ class EngineSupervisor:
         child: ChildProcess[FromEngine] = spawn_child(
             _ENGINE_MODULE,
             FromEngine,
-            args=["--run-dir", self._run_dir, "--device", self._device, "--workers", str(self._num_workers)],
+            args=[
+                *("--run-dir", self._run_dir, "--device", self._device, "--workers", str(self._num_workers)),
+                *(("--segments", *map(str, self._segments)) if self._segments else ()),
+            ],
+            pass_fds=self._segments,
             env=rank.environment,
         )
         watch_child(self._watcher, ("engine", rank.number), child)

@@ -87,7 +87,7 @@ class FakeHandle:
 @dataclass
 class FakeExecutor:
     """Honours `StepPlan`. `failing_steps` raise EngineError; `poisoned` request ids fail alone when they sample;
-    `unreadable` pixels cannot be encoded."""
+    `unreadable` pixels cannot be encoded; shared objects with a stamp in `gone` are not there any more."""
 
     num_blocks: int
     block_size: int
@@ -95,6 +95,7 @@ class FakeExecutor:
     failing_steps: set[int] = field(default_factory=set)
     poisoned: set[int] = field(default_factory=set)
     unreadable: set[bytes] = field(default_factory=set)
+    gone: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._digests = np.zeros((self.num_blocks, self.block_size), dtype=np.uint64)
@@ -191,7 +192,8 @@ class FakeExecutor:
         for each in plan.media.encode:
             assert not self.encoded or each.entry > self.encoded[-1]
             self.encoded.append(each.entry)
-            if each.tensors["pixel_values"].data not in self.unreadable:
+            is_there = each.shared is None or each.shared.stamp not in self.gone
+            if is_there and each.tensors["pixel_values"].data not in self.unreadable:
                 self._encoded[each.entry] = _encode(each.tensors, each.num_tokens)
         self.most_kept = max(self.most_kept, sum(map(len, self._encoded.values())))
         for rows in plan.media.rows:

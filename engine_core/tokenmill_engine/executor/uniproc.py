@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineError
+from tokenmill_engine.ipc.shared_objects import NOTHING_SHARED, SharedObjects
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
 from tokenmill_engine.worker.runner import PendingStep
 from tokenmill_engine.worker.step_errors import as_engine_error
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 class UniprocExecutor:
     """One worker. Submit from one thread only."""
 
-    def __init__(self, config: EngineConfig, device_index: int = 0) -> None:
-        self._worker = Worker(config, device_index)
+    def __init__(self, config: EngineConfig, device_index: int = 0, shared: SharedObjects = NOTHING_SHARED) -> None:
+        """`shared`: as in `Worker`."""
+        self._worker = Worker(config, device_index, shared=shared)
         self._steps: _StepThread | None = None
         self._on_cpu = config.device.kind == "cpu"
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,18 @@ class _Exit:
 class WorkerPool:
     """`size` workers, by rank. The engine core's thread uses it; `lost` may be set in another one."""
 
-    def __init__(self, size: int, patience_s: float = _PATIENCE_S, *, may_use_gpus: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        patience_s: float = _PATIENCE_S,
+        *,
+        may_use_gpus: bool = False,
+        segments: Sequence[int] = (),
+    ) -> None:
         """Starts the processes, which import what they need and wait. Main thread only. `patience_s`: how long a start
         may go on without a sign of any worker before that is logged, and before it is logged again. `may_use_gpus`:
-        each of them sets up a visible GPU of its own as well, that with its rank.
+        each of them sets up a visible GPU of its own as well, that with its rank. `segments`: descriptors of memory
+        that API servers share, the caller's, which they get too.
 
         Raises:
             StartupError: the machine does not let us start so many, or any.
@@ -67,6 +75,7 @@ class WorkerPool:
         self.size = size
         self._patience_s = patience_s
         self._may_use_gpus = may_use_gpus
+        self._segments = segments
         self.lost: str | None = None
         """Once set: a worker that was ready has ended, or is stopped for long, and how. A wake-up of who waits for
         answers follows."""
@@ -237,8 +246,9 @@ class WorkerPool:
                 *("--rank", str(rank), "--size", str(self.size)),
                 *("--plans", *map(str, plans), "--answers", *map(str, answers)),
                 *(("--gpu",) if self._may_use_gpus else ()),
+                *(("--segments", *map(str, self._segments)) if self._segments else ()),
             ],
-            pass_fds=(*plans, *answers),
+            pass_fds=(*plans, *answers, *self._segments),
         )
         self._children.append(child)
         pidfd = self._own_fd(os.pidfd_open(child.process.pid))

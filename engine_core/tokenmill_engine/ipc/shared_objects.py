@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import cast
+from typing import Final
 
 import numpy as np
 
@@ -97,9 +97,8 @@ class SegmentReader:
         data = np.empty(num_bytes, np.uint8).data
         if not self._fill(data, shared.offset + OBJECT_HEAD.size) or not self.has(shared, key):
             return None
-        # Views of one copy, though a tensor's type speaks of bytes.
         return {
-            name: MediaTensor(tensor.dtype, tensor.shape, cast(bytes, data[slice(*places[name])]))
+            name: MediaTensor(tensor.dtype, tensor.shape, data[slice(*places[name])])
             for name, tensor in tensors.items()
         }
 
@@ -137,3 +136,7 @@ class SharedObjects:
         if not 0 <= shared.segment < len(self._segments):
             return None
         return self._segments[shared.segment].read(shared, key, tensors)
+
+
+NOTHING_SHARED: Final = SharedObjects(())
+"""Where no memory is shared."""

@@ -76,7 +76,9 @@ class EncoderBudget:
             key = encoder_key(item)
             if self.cache.find(key) is None:
                 entry = self.cache.add(owner, key, item.num_tokens)
-                encode.append(EncoderInput(entry, item.kind, item.num_tokens, item.grid, item.tensors))
+                encode.append(
+                    EncoderInput(entry, item.kind, item.num_tokens, item.grid, item.tensors, item.key, item.shared)
+                )
             else:
                 entry = self.cache.hold(owner, key)
             first, last = max(start, item.offset), min(end, item.offset + item.num_tokens)
@@ -111,6 +113,24 @@ def lost_with(plan: StepPlan) -> tuple[int, ...]:
     """Entries that may not be there, or not be freed, if the plan failed."""
     media = plan.media
     return () if media is None else (*media.free, *(each.entry for each in media.encode))
+
+
+def retried_with(plan: StepPlan, result: StepResult) -> set[int]:
+    """Rows that lack images because what another request had in shared memory was gone, as that request is. They can
+    have them encoded again, from what they brought themselves."""
+    if plan.media is None or not result.lost_entries:
+        return set()
+    # What an earlier step should have encoded was brought by a request that ended with that step.
+    are_others = dict.fromkeys((each.entry for each in plan.media.encode), False)
+    in_messages = {each.entry for each in plan.media.encode if each.shared is None}
+    retried: set[int] = set()
+    ended: set[int] = set()
+    for place in plan.media.rows:
+        if place.entry in result.lost_entries:
+            (retried if are_others.get(place.entry, True) else ended).add(place.row)
+            # The first row of an image that the step encodes has brought it.
+            are_others[place.entry] = place.entry not in in_messages
+    return retried - ended
 
 
 def comparable_s(plan: StepPlan, elapsed_s: float) -> float:

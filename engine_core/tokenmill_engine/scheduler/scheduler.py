@@ -10,7 +10,7 @@ Knows nothing of devices, models or sockets.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from tokenmill_engine.outputs import BlockAppend, LogprobRows, SlotStart, StepPl
 from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.budget import BudgetPolicy
 from tokenmill_engine.scheduler.decision import Admission, Decider, Decision
-from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, lost_with, places_of
+from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, lost_with, places_of, retried_with
 from tokenmill_engine.scheduler.outcome import StepOutcome, slice_logprobs
 from tokenmill_engine.scheduler.prompts import LastPrompt
 from tokenmill_engine.scheduler.queue import make_queue
@@ -137,12 +137,16 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take in the result of the oldest step in flight. Rows whose request has left are dropped."""
+        return self._commit(plan, result, retried_with(plan, result))
+
+    def _commit(self, plan: StepPlan, result: StepResult, retried: Collection[int]) -> StepOutcome:
+        """`retried`: rows that have come to nothing and whose requests wait again."""
         step = self._in_flight.popleft()
         if step.plan is not plan or result.step != plan.step:
             raise ValueError(f"step {plan.step} committed with result {result.step}; due is {step.plan.step}")
         self._encoder.learn(result)
         table = self._table
-        rows = (table.epochs[plan.slots] == step.epochs).nonzero()[0]
+        rows = self._without(plan, (table.epochs[plan.slots] == step.epochs).nonzero()[0], retried)
         stops, rows = self._failed_rows(plan, result, rows)
         slots = plan.slots[rows]
         table.num_committed[slots] += plan.num_scheduled[rows]
@@ -161,7 +165,8 @@ class Scheduler:
         nothing = np.full((plan.num_reqs, 1), -1, dtype=np.int32)
         errors = dict.fromkeys(range(plan.num_reqs), message)
         none = np.zeros(plan.num_reqs, dtype=np.int32)
-        return self.commit(plan, StepResult(plan.step, nothing, none, errors=errors, lost_entries=lost_with(plan)))
+        result = StepResult(plan.step, nothing, none, errors=errors, lost_entries=lost_with(plan))
+        return self._commit(plan, result, retried=())
 
     def check_invariants(self) -> None:
         """Raises AssertionError if requests, slots, queue and blocks contradict each other."""
@@ -186,26 +191,26 @@ class Scheduler:
     def _preempt(self, request: Request, num_blocks_needed: int) -> None:
         """Take the request's blocks and slot; it waits again and is computed anew later."""
         num_computed = int(self._table.num_committed[request.slot])
-        request.saved_output = self._table.outputs[request.slot, : self._table.num_outputs[request.slot]].copy()
         num_free = self._kv.pool.num_free
+        self._put_back(request)
+        request.num_preemptions += 1
+        shortage = f"{num_blocks_needed} more blocks and {num_free} of {self._kv.pool.num_blocks} are free"
+        self.counters.count_preemption(request, num_computed, shortage)
+
+    def _put_back(self, request: Request) -> None:
+        request.saved_output = self._table.outputs[request.slot, : self._table.num_outputs[request.slot]].copy()
         self._leave(request)
         request.transition(RequestState.PREEMPTED)
-        request.num_preemptions += 1
         self._waiting.put_back(request)
-        self.counters.num_preemptions += 1
-        logger.warning(
-            "Request %s (%d) preempted in mode RECOMPUTE: not enough KV cache space, the running requests need %d more "
-            "blocks and %d of %d are free. Its %d computed tokens will be computed again, which affects end-to-end "
-            "performance. If this happens often, raise kv_cache_memory_bytes (on a GPU gpu_memory_utilization) or "
-            "tensor_parallel_size for more KV cache space, or lower max_num_seqs. total_cumulative_preemption_cnt=%d",
-            request.label,
-            request.request_id,
-            num_blocks_needed,
-            num_free,
-            self._kv.pool.num_blocks,
-            num_computed,
-            self.counters.num_preemptions,
-        )
+
+    def _without(self, plan: StepPlan, rows: NDArray[np.intp], retried: Collection[int]) -> NDArray[np.intp]:
+        """`rows` but those `retried`, which are put back."""
+        if not retried:
+            return rows
+        is_retried = np.isin(rows, list(retried))
+        for row in rows[is_retried].tolist():
+            self._put_back(self._table.request(int(plan.slots[row])))
+        return rows[~is_retried]
 
     def _grow(self, decision: Decision) -> list[BlockAppend]:
         """Allocate the blocks that running rows lack."""

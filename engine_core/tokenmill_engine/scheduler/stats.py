@@ -1,11 +1,15 @@
 """The line about throughput and load that an engine core logs every few seconds."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenmill_engine.messages import EngineLoad
+from tokenmill_engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 _HIT_RATE_QUERIES = 1000
 """The prefix hit rate is that of about so many last requests."""
@@ -19,6 +23,21 @@ class SchedulerCounters:
     prefix_cache_queries: int = 0
     """Tokens of admitted requests, each counted once."""
     prefix_cache_hits: int = 0
+
+    def count_preemption(self, request: Request, num_computed: int, shortage: str) -> None:
+        """The request has lost its blocks, with `num_computed` tokens in them."""
+        self.num_preemptions += 1
+        logger.warning(
+            "Request %s (%d) preempted in mode RECOMPUTE: not enough KV cache space, the running requests need %s. Its "
+            "%d computed tokens will be computed again, which affects end-to-end performance. If this happens often, "
+            "raise kv_cache_memory_bytes (on a GPU gpu_memory_utilization) or tensor_parallel_size for more KV cache "
+            "space, or lower max_num_seqs. total_cumulative_preemption_cnt=%d",
+            request.label,
+            request.request_id,
+            shortage,
+            num_computed,
+            self.num_preemptions,
+        )
 
 
 class IntervalStats:

@@ -18,9 +18,10 @@ from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker import memory
-from tokenmill_engine.worker.encoder import MediaInputs, MissingReports
+from tokenmill_engine.worker.encoder import MediaInputs
 from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.inputs import CpuPreparer
+from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.runner import Runner
@@ -42,7 +43,7 @@ class CpuBackend:
         config: EngineConfig,
         group: Group = ALONE,
         chain: Chain = ONE_STAGE,
-        missing_reports: MissingReports | None = None,
+        media_links: MediaLinks | None = None,
     ) -> None:
         """`group` and `chain`: as in `Worker`.
 
@@ -53,7 +54,7 @@ class CpuBackend:
         self.chain = chain
         self.device = torch.device("cpu")
         self._config = config
-        self._missing_reports = missing_reports or MissingReports()
+        self._media_links = media_links or MediaLinks()
         dtype = TORCH_DTYPES[config.model.dtype]
         self.attention: AttentionBackend = attention_backend(config.device.attention_backend, self.device, dtype)
         native = self.attention.name == "native"
@@ -96,7 +97,7 @@ class CpuBackend:
         if media is None or not isinstance(model, MediaDecoder):
             return None
         share = EncoderShare(self.group, self._config.model.encoder_mode)
-        return MediaInputs(model, media, self._tables.shape.num_slots, share, self._missing_reports)
+        return MediaInputs(model, media, self._tables.shape.num_slots, share, self._media_links)
 
 
 class CpuSteps:

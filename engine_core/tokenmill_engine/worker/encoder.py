@@ -8,7 +8,6 @@ images are nothing but positions.
 
 import logging
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,9 +18,10 @@ from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
-from tokenmill_engine.outputs import EncoderInput, MissingImages, PlaceholderRows, StepMedia, StepPlan
+from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia, StepPlan
 from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.inputs import MissingRows, StepInputs
+from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.slot_positions import SlotPositions
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,10 @@ _DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 class EncoderOutputs:
     """What was encoded and not freed yet, by entry."""
 
-    def __init__(self, model: MediaDecoder, share: EncoderShare) -> None:
+    def __init__(self, model: MediaDecoder, share: EncoderShare, links: MediaLinks | None = None) -> None:
         self._model = model
         self._share = share
+        self._links = links or MediaLinks()
         self._outputs: dict[int, torch.Tensor] = {}
         self._elsewhere: set[int] = set()
         """Entries whose rows another worker keeps."""
@@ -77,9 +78,12 @@ class EncoderOutputs:
         return rows
 
     def _ready(self, image: EncoderInput) -> ImageInput | None:
-        """With its pixels on the device; None if they cannot be brought there."""
+        """With its pixels on the device; None if they cannot be brought there, or are nowhere any more."""
+        tensors = self._links.tensors(image)
+        if tensors is None:
+            return None
         try:
-            pixels, values = (as_tensor(image.tensors[name]) for name in ("pixel_values", "values"))
+            pixels, values = (as_tensor(tensors[name]) for name in ("pixel_values", "values"))
             return self._model.ready(ImageInput(pixels, image.grid, values))
         except torch.AcceleratorError:
             raise
@@ -112,13 +116,6 @@ def _log_failure(image: EncoderInput, error: Exception) -> None:
     logger.error("an image of %d tokens could not be encoded: %s", image.num_tokens, error)
 
 
-class MissingReports:
-    """Who is told of images that a step goes on without, before it does."""
-
-    def __init__(self) -> None:
-        self.tell: Callable[[MissingImages], None] = lambda missing: None
-
-
 class MediaInputs:
     """Completes the batches of a model that looks at images, on the CPU."""
 
@@ -128,10 +125,10 @@ class MediaInputs:
         config: MediaConfig,
         num_slots: int,
         share: EncoderShare,
-        reports: "MissingReports",
+        links: MediaLinks,
     ) -> None:
-        self.outputs = EncoderOutputs(model, share) if model.stage.is_first else None
-        self._reports = reports
+        self.outputs = EncoderOutputs(model, share, links) if model.stage.is_first else None
+        self._links = links
         has_mrope = config.mrope_section is not None
         merge_size, rate = config.vision.spatial_merge_size, config.tokens_per_second
         self._positions = SlotPositions(num_slots, merge_size, rate) if has_mrope else None
@@ -144,7 +141,7 @@ class MediaInputs:
             batch.media, missing = self.outputs.gather(plan.media.rows, query_start)
             if missing.rows:
                 inputs.rows.missing = missing
-                self._reports.tell(missing.told(plan.step))
+                self._links.tell_missing(missing.told(plan.step))
         if self._positions is not None:
             self._positions.start(plan.starts)
             positions = self._positions.turn(plan.slots, batch.positions.numpy(), query_start)

@@ -20,6 +20,7 @@ from tokenmill_engine.errors import TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
+from tokenmill_engine.ipc.shared_objects import SharedObjects
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
 from tokenmill_engine.worker.control import (
     FromWorker,
@@ -45,12 +46,19 @@ _GROUP_MODULE = "tokenmill_engine.distributed.torch_group"
 class WorkerProcess:
     """A started worker, its plans and its answers."""
 
-    def __init__(self, start: WorkerStart, rank: int, size: int, modules: Future[dict[str, ModuleType]]) -> None:
-        """Raises TokenmillError, or what goes wrong, if it cannot start."""
+    def __init__(
+        self,
+        start: WorkerStart,
+        rank: int,
+        size: int,
+        modules: Future[dict[str, ModuleType]],
+        shared: SharedObjects,
+    ) -> None:
+        """`shared`: as in `Worker`. Raises TokenmillError, or what goes wrong, if it cannot start."""
         worker_module, errors_module = (modules.result()[name] for name in _IMPORTED)
         self._as_engine_error = errors_module.as_engine_error
         others = {} if size == 1 else _join(start, rank, modules.result()[_GROUP_MODULE])
-        self._worker = worker_module.Worker(start.config, rank, **others)
+        self._worker = worker_module.Worker(start.config, rank, shared=shared, **others)
         self._reports = rank == start.config.parallel.reporting_rank
         self.capacity = self._worker.initialize()
 
@@ -85,6 +93,7 @@ def main() -> NoReturn:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--plans", type=int, nargs=3, required=True, help="descriptors of the ring to read")
     parser.add_argument("--answers", type=int, nargs=3, required=True, help="descriptors of the ring to write")
+    parser.add_argument("--segments", type=int, nargs="*", default=[], help="descriptors of memory with media in it")
     parser.add_argument("--gpu", action="store_true", help="may compute on the visible GPU with its rank")
     args = parser.parse_args()
     become_child(f"worker {args.rank}", args.parent_pid)
@@ -112,7 +121,7 @@ def main() -> NoReturn:
     agreed = threading.Semaphore(0)
     watch_parent(channel, lambda message: agreed.release() if isinstance(message, RefusedAlike) else None, None)
     try:
-        process = WorkerProcess(start, args.rank, args.size, modules)
+        process = WorkerProcess(start, args.rank, args.size, modules, SharedObjects(args.segments))
     except TokenmillError as error:
         _fail_start(channel, error.message)
     except OSError as error:

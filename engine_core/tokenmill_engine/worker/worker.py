@@ -12,6 +12,7 @@ from tokenmill_engine.config.stages import Stage, share_layers
 from tokenmill_engine.distributed.chain import ONE_STAGE, Chain
 from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.errors import StartupError
+from tokenmill_engine.ipc.shared_objects import NOTHING_SHARED, SharedObjects
 from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
 from tokenmill_engine.models.loader import WeightLoading, build_model
@@ -19,7 +20,7 @@ from tokenmill_engine.outputs import KVCapacity, MissingImages, StepPlan
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Backend
 from tokenmill_engine.worker.cpu import CpuBackend
-from tokenmill_engine.worker.encoder import MissingReports
+from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.runner import PendingStep, Runner
 from tokenmill_engine.worker.slots import SlotShape
 
@@ -33,17 +34,22 @@ class Worker:
     """One device. `initialize` once, then `execute` plans in order, from one thread at a time."""
 
     def __init__(
-        self, config: EngineConfig, device_index: int = 0, group: Group = ALONE, chain: Chain = ONE_STAGE
+        self,
+        config: EngineConfig,
+        device_index: int = 0,
+        group: Group = ALONE,
+        chain: Chain = ONE_STAGE,
+        shared: SharedObjects = NOTHING_SHARED,
     ) -> None:
         """`group`: the workers that this one computes each layer with; `chain`: those that have the other stages of the
-        model. They stay the caller's to close."""
+        model. They stay the caller's to close. `shared`: where API servers may have put media."""
         self._config = config
         self._device_index = device_index
         self._group = group
         self._chain = chain
         self._phases: dict[str, float] = {}
         self._runner: Runner | None = None
-        self._missing_reports = MissingReports()
+        self._media_links = MediaLinks(shared)
 
     def initialize(self) -> KVCapacity:
         """Load the model, size and allocate the KV cache, warm up.
@@ -104,7 +110,7 @@ class Worker:
 
     def tell_missing(self, tell: Callable[[MissingImages], None]) -> None:
         """As in `StepWorker`."""
-        self._missing_reports.tell = tell
+        self._media_links.tell_missing = tell
 
     def enter_thread(self) -> None:
         """As in `StepWorker`: a thread that has not named a GPU would take the first one."""
@@ -133,7 +139,7 @@ class Worker:
 
     def _claim_device(self) -> Backend:
         if self._config.device.kind == "cpu":
-            return CpuBackend(self._config, self._group, self._chain, self._missing_reports)
+            return CpuBackend(self._config, self._group, self._chain, self._media_links)
         # Importing it imports Triton, which only GPUs need.
         from tokenmill_engine.worker.cuda import CudaBackend
 

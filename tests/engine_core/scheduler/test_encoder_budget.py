@@ -2,13 +2,15 @@
 
 import dataclasses
 
+import msgspec
+
 from tests.support.fake_executor import solo_run
 from tests.support.media_items import IMAGE_TOKEN, qwen_item
 from tests.support.scheduling import Driver, Setting
 from tokenmill_engine.config.engine import SchedulerConfig
-from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
+from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams, SharedObject
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.request import Request
+from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.budget import Allowance, TimedAllowance
 from tokenmill_engine.scheduler.cost_model import StepCostModel
 from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, comparable_s, encoder_key
@@ -324,6 +326,48 @@ def test_what_a_failed_step_should_have_freed_is_freed_by_a_later_one() -> None:
     later = next_plan(driver).media
     assert later is not None
     assert sorted(later.free) == [0, 1]
+
+
+def add_shared(driver: Driver, request_id: int, *parts: int | str | tuple[str, int]) -> bytes:
+    """A request with images in shared memory; returns what marks them."""
+    tokens, media = prompt_of(*parts)
+    stamp = request_id.to_bytes(16, "little")
+    shared = tuple(msgspec.structs.replace(item, shared=SharedObject(0, 4096, 10, stamp)) for item in media)
+    driver.add(request_id, tokens, SHORT, media=shared)
+    return stamp
+
+
+def test_who_brought_an_image_that_is_gone_fails_and_others_have_it_encoded_again() -> None:
+    driver = Driver(Setting(depth=1))
+    stamps = [add_shared(driver, request_id, 2 + request_id, "cat", 2) for request_id in range(3)]
+    driver.executor.gone.add(stamps[0])
+    plan = next_plan(driver)
+    assert plan.media is not None
+    assert [(each.shared.stamp if each.shared is not None else None) for each in plan.media.encode] == [stamps[0]]
+    assert driver.told[0].finishes == [FinishReason.ERROR]
+    assert [driver.requests[request_id].state for request_id in (1, 2)] == [RequestState.PREEMPTED] * 2
+    plan = next_plan(driver)
+    assert encoded(plan) == [4]
+    del driver.told[0]
+    finish(driver)
+    assert driver.scheduler.counters.num_preemptions == 0
+
+
+def test_a_row_fails_for_an_image_of_its_own_though_it_lacks_another_ones_too() -> None:
+    driver = Driver(Setting(depth=1))
+    stamps = [add_shared(driver, 0, "cat", 2), add_shared(driver, 1, "cat", 2, "dog")]
+    driver.executor.gone.update(stamps)
+    driver.run()
+    assert [driver.told[request_id].finishes for request_id in range(2)] == [[FinishReason.ERROR]] * 2
+
+
+def test_a_step_that_fails_as_a_whole_fails_who_shared_images_too() -> None:
+    driver = Driver(Setting(depth=1))
+    for request_id in range(2):
+        add_shared(driver, request_id, "cat", 2)
+    driver.executor.failing_steps.add(1)
+    driver.run()
+    assert [driver.told[request_id].finishes for request_id in range(2)] == [[FinishReason.ERROR]] * 2
 
 
 class TestWhole:

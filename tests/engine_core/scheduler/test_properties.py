@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from tests.support.fake_executor import VOCAB_SIZE, solo_run
 from tests.support.media_items import IMAGE_TOKEN, qwen_item
 from tests.support.scheduling import Driver, Setting
 from tests.support.simulated_device import CPU_135M
-from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
+from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams, SharedObject
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.scheduler.cost_model import work_of
 
@@ -120,7 +121,17 @@ def check_told(driver: Driver, request_id: int, arrival: Arrival, aborted: bool)
         assert told.prompt_logprob_positions == prompt_positions
 
 
-def check_traffic(case: tuple[Setting, list[Arrival]]) -> None:
+def stamp(request_id: int) -> bytes:
+    return request_id.to_bytes(16, "little")
+
+
+def shared_by(request_id: int, media: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+    """The same images in shared memory, as long as the request is open."""
+    return tuple(msgspec.structs.replace(item, shared=SharedObject(0, 0, 0, stamp(request_id))) for item in media)
+
+
+def check_traffic(case: tuple[Setting, list[Arrival]], *, shares: bool = False) -> None:
+    """`shares`: images are in shared memory, which is written over as soon as their request has ended."""
     setting, requests = case
     driver = Driver(setting)
     aborted = set()
@@ -136,13 +147,15 @@ def check_traffic(case: tuple[Setting, list[Arrival]]) -> None:
                     arrival.priority,
                     0.0,
                     arrival.cache_salt,
-                    arrival.media,
+                    shared_by(request_id, arrival.media) if shares else arrival.media,
                 )
                 if arrival.abort_after is not None:
                     aborts.setdefault(step + arrival.abort_after, []).append(request_id)
         for request_id in aborts.pop(step, []):
             if driver.abort(request_id) is not None:
                 aborted.add(request_id)
+        ended = aborted | {request_id for request_id, told in driver.told.items() if told.finishes}
+        driver.executor.gone.update(map(stamp, ended))
         progressed = driver.step()
         step += 1
         assert step < 20_000
@@ -201,3 +214,21 @@ def test_every_request_is_answered_as_if_it_were_alone_with_images_at_length(
     case: tuple[Setting, list[Arrival]],
 ) -> None:
     check_traffic(case)
+
+
+@settings(max_examples=200)
+@given(WITH_IMAGES)
+def test_every_request_is_answered_as_if_it_were_alone_with_images_that_others_shared(
+    case: tuple[Setting, list[Arrival]],
+) -> None:
+    """Requests with the same images use what one of them has brought, which may be gone before it is looked at."""
+    check_traffic(case, shares=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(WITH_IMAGES)
+def test_every_request_is_answered_as_if_it_were_alone_with_images_that_others_shared_at_length(
+    case: tuple[Setting, list[Arrival]],
+) -> None:
+    check_traffic(case, shares=True)

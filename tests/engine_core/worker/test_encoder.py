@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -11,13 +12,19 @@ from tests.engine_core.worker.conftest import BLOCK_SIZE, tiny_engine_config
 from tests.support.media_forward import random_image, tensors_of
 from tests.support.media_items import VALUES, array_of, make_pixels, tensor_of, with_values
 from tests.support.model_loading import load_on_cpu, model_config
+from tests.support.server import PATIENCE_S
+from tests.support.shared_media import key_of, segment
 from tests.support.thread_group import thread_groups
 from tests.support.tiny_media_models import cached_tiny_media_model
+from tokenmill_engine.config.media import EncoderMode
+from tokenmill_engine.ipc.object_store import ObjectStore
+from tokenmill_engine.ipc.shared_objects import SharedObjects
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
 from tokenmill_engine.worker.encoder import EncoderOutputs, as_tensor
 from tokenmill_engine.worker.encoder_shares import EncoderShare
+from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.worker import Worker
 
@@ -106,6 +113,47 @@ def test_rows_are_with_one_of_several_workers_and_zeros_on_the_others(model: Med
         outputs.apply(StepMedia([4, 5, 6], [], []))
         assert outputs.num_tokens == 0
         assert outputs.gather(places, np.array([0, 6, 12, 14], np.int32))[1].rows == {0, 1, 2}
+
+
+def shared_image(entry: int, store: ObjectStore) -> EncoderInput:
+    brought = image(entry, seed=entry)
+    lease = store.put(key_of(entry), brought.tensors)
+    assert lease is not None
+    return dataclasses.replace(brought, tensors=lease.tensors, key=lease.key, shared=lease.shared)
+
+
+def test_pixels_come_from_shared_memory(model: MediaDecoder) -> None:
+    with segment(16) as memory:
+        links, store = MediaLinks(SharedObjects((memory,))), ObjectStore(memory, 0, 1 << 30)
+        outputs, expected = EncoderOutputs(model, EncoderShare(), links), EncoderOutputs(model, EncoderShare())
+        outputs.apply(StepMedia([], [shared_image(entry, store) for entry in (1, 2)], []))
+    expected.apply(StepMedia([], [image(entry, seed=entry) for entry in (1, 2)], []))
+    places, query_start = [PlaceholderRows(0, 6 * row, 6, 1 + row, 0) for row in range(2)], np.array([0, 12], np.int32)
+    assert torch.equal(outputs.gather(places, query_start)[0].rows, expected.gather(places, query_start)[0].rows)
+
+
+@pytest.mark.parametrize("mode", ["weights", "data"])
+def test_what_one_worker_does_not_find_in_shared_memory_is_missed(model: MediaDecoder, mode: EncoderMode) -> None:
+    """Rank 0 looks in time, rank 1 too late. Neither waits for the other, and no half of an image is used."""
+    places, query_start = [PlaceholderRows(row, 0, 6, 4 + row, 0) for row in range(2)], np.array([0, 6, 12], np.int32)
+    with segment(16) as memory:
+        store = ObjectStore(memory, 0, 1 << 30)
+        plan = StepMedia([], [shared_image(entry, store) for entry in (4, 5)], [])
+        links = MediaLinks(SharedObjects((memory,))), MediaLinks()
+        ranks = [
+            EncoderOutputs(model, EncoderShare(group, mode), link)
+            for group, link in zip(thread_groups(2), links, strict=True)
+        ]
+        threads = [threading.Thread(target=rank.apply, args=(plan,), daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+    missed = [rank.gather(places, query_start)[1].entries for rank in ranks]
+    # Image 4 is rank 0's.
+    assert missed == ([{4}, {5}] if mode == "weights" else [set(), {5}])
+    assert [rank.num_tokens for rank in ranks] == ([0, 0] if mode == "weights" else [6, 0])
 
 
 def test_a_step_goes_on_without_the_rows_whose_images_are_missing() -> None:
