@@ -245,7 +245,7 @@ class EngineCore:
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
         """What a step teaches about the next ones."""
         self._budget.observe(plan, comparable_s(plan, result.elapsed_s))
-        self._recorder.record_device(result.elapsed_s, self._budget.mixed_tokens)
+        self._recorder.record_device(result.elapsed_s, result.encoder_s, self._budget.mixed_tokens)
 
     def _load(self) -> EngineLoad:
         load = self.scheduler.load
@@ -311,10 +311,13 @@ class _Recorder:
             for request, _ in outcome.finished.values():
                 self.record_finish(request, now)
 
-    def record_device(self, elapsed_s: float, mixed_tokens: int) -> None:
-        """How long a step took, and what one with prompts beside running streams may compute."""
+    def record_device(self, elapsed_s: float, encoder_s: float, mixed_tokens: int) -> None:
+        """How long a step took, how long of that it encoded, and what one with prompts beside running streams may
+        compute."""
         if 0.0 < elapsed_s < math.inf:
             self._metrics.step_time.observe(elapsed_s)
+        if 0.0 < encoder_s < math.inf:
+            self._metrics.encoder_time.observe(encoder_s)
         self._metrics.mixed_step_tokens.set(mixed_tokens)
 
     def record_serve(self, elapsed_s: float) -> None:

@@ -119,6 +119,11 @@ class EngineMetrics:
             "Time of an engine step: on a GPU from when its enqueueing began, or the step before ended, to its end.",
             STEP_TIME_BUCKETS,
         )
+        self.encoder_time = build.histogram(
+            "encoder_time_seconds",
+            "Part of it in which images and videos were encoded, of steps that did; with pipeline stages none is seen.",
+            STEP_TIME_BUCKETS,
+        )
         self.num_preemptions = build.counter(
             "num_preemptions_total", "Requests preempted because KV cache blocks ran out."
         )

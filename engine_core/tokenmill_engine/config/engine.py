@@ -71,7 +71,7 @@ class SchedulerConfig:
     policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
     max_num_encoder_tokens: int = 16384
-    """Rows that the encoder may give in one step, of all images together."""
+    """Rows that the encoder may give in one step, of all images together: the largest image has no more."""
     encoder_cache_tokens: int = 16384
     """Rows of encoder output that are kept for later steps and other requests."""
     disable_chunked_mm_input: bool = False

@@ -46,6 +46,13 @@ class Allowance:
         self.num_left -= granted
         return granted
 
+    def has_time(self, seconds: float) -> bool:
+        """Whether the step may do something else for so long, beside its tokens."""
+        return True
+
+    def spend(self, seconds: float) -> None:
+        """The step does something else for so long."""
+
     def exceed(self, num_tokens: int, max_tokens: int) -> int:
         """Grants `num_tokens`, more than there are, to a row that cannot do with less, if only rows of one token come
         before it and the step then has at most `max_tokens`; else nothing. Either way the step is full: nobody
@@ -71,6 +78,12 @@ class TimedAllowance(Allowance):
         self._decode_context = decode_context
         self._pairs = 0.0
         self._num_unconditional = MIN_PREFILL_TOKENS
+
+    def has_time(self, seconds: float) -> bool:
+        return self._model.seconds(self.num_granted, self._decode_context, self._pairs) + seconds <= self._limit_s
+
+    def spend(self, seconds: float) -> None:
+        self._limit_s -= seconds
 
     def grant(self, num_pending: int, num_computed: int) -> int:
         wanted = min(num_pending, self.num_left)

@@ -3,11 +3,13 @@
 A step may compute a placeholder only if the encoder's output for its image is in the cache or is made in the same
 step. Two limits: tokens that a step encodes, and tokens of all images that are looked at or begun and not ended. A
 chunk ends in front of the image that exceeds one of them. Beside running streams a step encodes one image, or as many
-tokens as it may compute. No row that comes later takes, in the same step, what a row
-that had to end so is waiting for; and whoever holds an entry can go on without another: so everybody's turn comes.
+tokens as it may compute; what encoding is expected to take counts as part of the time that a step may take. No row that
+comes later takes, in the same step, what a row that had to end so is waiting for; and whoever holds an entry can go on
+without another: so everybody's turn comes.
 """
 
 from collections.abc import Collection, Sequence
+from copy import copy
 
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.kv_cache.encoder_cache import EncoderCache, EncoderKey
@@ -15,6 +17,7 @@ from tokenmill_engine.messages import MediaItem
 from tokenmill_engine.outputs import EncoderInput, MediaPlace, PlaceholderRows, StepMedia, StepPlan, StepResult
 from tokenmill_engine.request import Request
 from tokenmill_engine.scheduler.budget import Allowance
+from tokenmill_engine.scheduler.encoder_costs import EncoderCosts
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 
 
@@ -44,6 +47,7 @@ class EncoderBudget:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.cache = EncoderCache(config.encoder_cache_tokens)
+        self.costs = EncoderCosts()
         self.max_encoded = config.max_num_encoder_tokens
         self.max_tokens_if_whole = config.max_num_batched_tokens if config.disable_chunked_mm_input else None
         """Tokens of a step, if no image may be cut."""
@@ -93,8 +97,10 @@ class EncoderBudget:
         if request.media:
             self.cache.release(request.request_id)
 
-    def learn(self, result: StepResult) -> None:
-        """A step has ended: forget what could not be encoded."""
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        """A step has ended: forget what could not be encoded, remember what encoding took."""
+        if plan.media is not None:
+            self.costs.observe(sum(each.num_tokens for each in plan.media.encode), result.encoder_s)
         if result.lost_entries:
             self.cache.forget(result.lost_entries)
 
@@ -167,15 +173,46 @@ class MediaAllowance:
         if reach == 0:
             return 0
         if self._budget.max_tokens_if_whole is None:
-            granted = self._allowance.grant(reach, num_computed)
+            granted = self._grant(request, reach, num_computed)
         else:
             granted = self._grant_whole(request, reach, num_computed)
+            self._allowance.spend(self._budget.costs.seconds(self._to_encode(request, num_computed, granted)[1]))
         for item in items_within(request.media, num_computed, num_computed + granted):
             encoded, held = self._cost(item)
             self._num_encoded += encoded
             self._num_held += held
             self._taken.add(encoder_key(item))
         return granted
+
+    def _grant(self, request: Request, reach: int, num_computed: int) -> int:
+        """As `Allowance.grant`. A row that brings images to be encoded gets less of a step whose time is limited, but
+        not less than what comes before the first one."""
+        begun = copy(self._allowance)
+        granted = begun.grant(reach, num_computed)
+        first, num_encoded = self._to_encode(request, num_computed, granted)
+        if num_encoded:
+            spent = copy(self._allowance)
+            spent.spend(self._budget.costs.seconds(num_encoded))
+            granted_beside = spent.grant(reach, num_computed)
+            if granted_beside > first:
+                begun, granted = spent, granted_beside
+            else:
+                self._is_short = True
+                begun = copy(self._allowance)
+                granted = begun.grant(first, num_computed)
+        self._allowance = begun
+        return granted
+
+    def _to_encode(self, request: Request, num_computed: int, num_tokens: int) -> tuple[int, int]:
+        """How many of the next `num_tokens` tokens come before the first image that is to be encoded, and what all
+        those among them have."""
+        encode = {
+            encoder_key(item): item
+            for item in items_within(request.media, num_computed, num_computed + num_tokens)
+            if self._cost(item)[0]
+        }
+        first = min((item.offset - num_computed for item in encode.values()), default=num_tokens)
+        return max(0, first), sum(item.num_tokens for item in encode.values())
 
     def _reach(self, request: Request, num_computed: int, wanted: int) -> int:
         """How many of `wanted` tokens come before the first image that cannot be had."""
@@ -188,11 +225,17 @@ class MediaAllowance:
             num_encoded += encoded
             num_held += held
             most = self._budget.max_encoded if num_encoded == encoded else self._max_more
-            is_too_much = (encoded and num_encoded > most) or num_held > self._budget.cache.capacity
+            is_too_much = num_held > self._budget.cache.capacity
+            if encoded:
+                is_too_much |= num_encoded > most or (num_encoded > encoded and not self._has_time(num_encoded))
             if held and (self._is_short or is_too_much):
                 self._is_short = True
                 return max(0, item.offset - num_computed)
         return wanted
+
+    def _has_time(self, num_encoded: int) -> bool:
+        """Whether the step may encode so many tokens in all."""
+        return self._allowance.has_time(self._budget.costs.seconds(num_encoded - self._num_encoded))
 
     def _cost(self, item: MediaItem) -> tuple[int, int]:
         """Tokens to encode, and tokens that the cache must hold beside what it must already."""

@@ -144,7 +144,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         if step.plan is not plan or result.step != plan.step:
             raise ValueError(f"step {plan.step} committed with result {result.step}; due is {step.plan.step}")
-        self._encoder.learn(result)
+        self._encoder.learn(plan, result)
         table = self._table
         rows = self._without(plan, (table.epochs[plan.slots] == step.epochs).nonzero()[0], retried)
         stops, rows = self._failed_rows(plan, result, rows)

@@ -20,6 +20,7 @@ from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia, StepPlan
 from tokenmill_engine.worker.encoder_shares import EncoderShare
+from tokenmill_engine.worker.encoder_time import EncoderTime
 from tokenmill_engine.worker.inputs import MissingRows, StepInputs
 from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.slot_positions import SlotPositions
@@ -45,17 +46,22 @@ class EncoderOutputs:
         """Rows of all outputs that are here."""
         return sum(map(len, self._outputs.values()))
 
-    def apply(self, media: StepMedia) -> None:
-        """Free and encode."""
+    def apply(self, media: StepMedia) -> EncoderTime | None:
+        """Free and encode. Returns how long that takes; None if there is nothing to encode."""
         self._elsewhere.difference_update(media.free)
         for entry in media.free:
             self._outputs.pop(entry, None)
+        if not media.encode:
+            return None
+        duration = EncoderTime(self._model.device)
         for image, keeper in zip(media.encode, self._share.keepers(media.encode), strict=True):
             output = self._encode(image) if self._share.computes(keeper) else None
             if keeper != self._share.rank:
                 self._elsewhere.add(image.entry)
             elif output is not None:
                 self._outputs[image.entry] = output
+        duration.end()
+        return duration
 
     def _encode(self, image: EncoderInput) -> torch.Tensor | None:
         """Rows [num_tokens, row_size]; None if that does not work for this image. Of workers that encode together,
@@ -137,7 +143,7 @@ class MediaInputs:
         """Encodes what the plan brings; adds rows, positions and what is missing to the step's `inputs`."""
         batch, query_start = inputs.batch, inputs.rows.query_start
         if plan.media is not None and self.outputs is not None:
-            self.outputs.apply(plan.media)
+            inputs.rows.encoder_time = self.outputs.apply(plan.media)
             batch.media, missing = self.outputs.gather(plan.media.rows, query_start)
             if missing.rows:
                 inputs.rows.missing = missing

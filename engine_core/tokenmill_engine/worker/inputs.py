@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
 from tokenmill_engine.outputs import MissingImages, SampledTokens, StepPlan
+from tokenmill_engine.worker.encoder_time import EncoderTime
 from tokenmill_engine.worker.slots import SlotTables
 
 
@@ -42,6 +43,8 @@ class StepRows:
     max_tokens: int
     """No row has more known tokens than that."""
     missing: MissingRows | None = None
+    encoder_time: EncoderTime | None = None
+    """Of a step that encodes media."""
 
 
 @dataclass(slots=True)

@@ -65,6 +65,7 @@ class PendingResult:
         self._plan = plan
         self._sample_rows = rows.sample_rows
         self._missing = rows.missing
+        self._encoder_time = rows.encoder_time
         self._tokens = tokens
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -93,6 +94,7 @@ class PendingResult:
             prompt_logprobs=prompt_logprobs,
             errors=errors,
             elapsed_s=elapsed_s,
+            encoder_s=self._encoder_time.seconds() if self._encoder_time is not None else 0.0,
         )
         return result if self._missing is None else without_images(result, [self._missing.told(self._plan.step)])
 

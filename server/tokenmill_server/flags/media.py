@@ -2,6 +2,7 @@
 
 import math
 
+from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
 from tokenmill_server.flags.media_limits import prompt_limits
 from tokenmill_server.flags.parsers import boolean, integer, number, one_of, path_text, text_list
@@ -10,6 +11,7 @@ from tokenmill_server.multimodal.settings import MIB, MediaSettings
 _MAX_THREADS = 1024
 _MAX_CACHE_GB = 1 << 20
 _DEFAULTS = MediaSettings()
+_ENCODER = SchedulerConfig()
 
 
 def domain_list(value: object) -> tuple[str, ...]:
@@ -86,6 +88,25 @@ MEDIA = (
         "--max-num-batched-tokens are refused then",
         "scheduler.disable_chunked_mm_input",
         arity=Arity.SWITCH,
+    ),
+    Flag(
+        "max-num-encoder-input-tokens",
+        Group.MULTIMODAL,
+        integer(1),
+        _ENCODER.max_num_encoder_tokens,
+        "Most tokens of an image, and of all images that are encoded in one step; larger images are refused. Beside "
+        "running streams one image is encoded in a step",
+        "scheduler.max_num_encoder_tokens",
+        metavar="TOKENS",
+    ),
+    Flag(
+        "encoder-cache-size",
+        Group.MULTIMODAL,
+        integer(1),
+        _ENCODER.encoder_cache_tokens,
+        "Tokens of encoded images that are kept for later steps and other requests; an image has no more either",
+        "scheduler.encoder_cache_tokens",
+        metavar="TOKENS",
     ),
     Flag(
         "allowed-media-domains",

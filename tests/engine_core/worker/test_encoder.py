@@ -55,7 +55,9 @@ def test_bytes_become_numbers() -> None:
 
 def test_rows_come_from_where_the_plan_says(model: MediaDecoder) -> None:
     outputs = EncoderOutputs(model, EncoderShare())
-    outputs.apply(StepMedia([], [image(5, 1), image(6, 2)], []))
+    duration = outputs.apply(StepMedia([], [image(5, 1), image(6, 2)], []))
+    assert duration is not None
+    assert duration.seconds() > 0.0
     places = [PlaceholderRows(0, 2, 4, 6, 0), PlaceholderRows(2, 0, 3, 5, 3)]
     rows, missing = outputs.gather(places, np.array([0, 7, 8, 12], np.int32))
     assert rows.tokens.tolist() == [2, 3, 4, 5, 8, 9, 10]
@@ -70,7 +72,7 @@ def test_what_is_freed_is_gone_and_missed_by_its_rows_alone(model: MediaDecoder)
     outputs = EncoderOutputs(model, EncoderShare())
     outputs.apply(StepMedia([], [image(1), image(2)], []))
     assert outputs.num_tokens == 12
-    outputs.apply(StepMedia([1, 77], [], []))
+    assert outputs.apply(StepMedia([1, 77], [], [])) is None
     assert outputs.num_tokens == 6
     places = [PlaceholderRows(0, 0, 6, 1, 0), PlaceholderRows(1, 0, 6, 2, 0)]
     rows, missing = outputs.gather(places, np.array([0, 6, 12], np.int32))

@@ -106,6 +106,8 @@ CASES = [
     (["--scheduling-policy", "priority"], "scheduler.policy", "priority"),
     (["--no-async-scheduling"], "scheduler.async_scheduling", False),
     (["--disable-chunked-mm-input"], "scheduler.disable_chunked_mm_input", True),
+    (["--max-num-encoder-input-tokens", "4096"], "scheduler.max_num_encoder_tokens", 4096),
+    (["--encoder-cache-size", "8k"], "scheduler.encoder_cache_tokens", 8000),
     (["--mm-processor-cache-gb", "0.5"], "media.cache_gb", 0.5),
     (["--mm-processor-cache-type", "LRU"], "media.cache_type", "lru"),
     (["--limit-mm-per-prompt", '{"image": 4}'], "media.limits", PromptLimits(images=4)),
