@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from tokenmill_server.multimodal.decode import Picture
+
 
 def noise(height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
     """[height, width, 3], random."""
@@ -28,3 +30,8 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
 def picture_url(height: int, width: int, seed: int = 0) -> str:
     """A random image, as a data: address."""
     return data_url(encoded(noise(height, width, seed)))
+
+
+def picture(pixels: NDArray[np.uint8]) -> Picture:
+    """As if it had been decoded: uint8 [height, width, 3]."""
+    return Picture(Image.fromarray(np.ascontiguousarray(pixels)))

@@ -8,8 +8,6 @@ import io
 import warnings
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from tokenmill_server.multimodal.addresses import MediaError
@@ -25,18 +23,18 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image, decoded."""
+    """An image, decoded and upright."""
 
-    pixels: NDArray[np.uint8]
-    """[height, width, 3], RGB."""
+    image: Image.Image
+    """In RGB."""
 
     @property
     def height(self) -> int:
-        return int(self.pixels.shape[0])
+        return self.image.height
 
     @property
     def width(self) -> int:
-        return int(self.pixels.shape[1])
+        return self.image.width
 
 
 def decode(data: bytes, max_pixels: int) -> Picture:
@@ -78,7 +76,7 @@ def to_picture(image: Image.Image) -> Picture:
     # Both would copy an image which they need not change.
     is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
     upright = ImageOps.exif_transpose(image) if is_turned else image
-    return Picture(np.asarray(upright if upright.mode == "RGB" else upright.convert("RGB")))
+    return Picture(upright if upright.mode == "RGB" else upright.convert("RGB"))
 
 
 def _too_large(max_pixels: int) -> MediaError:

@@ -13,7 +13,7 @@ import re
 import ssl
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from urllib.parse import unquote_to_bytes, urljoin
 
@@ -74,16 +74,33 @@ def read_data_url(url: str, budget: Budget) -> bytes:
         budget.take(len(data))
         return data
     budget.check((len(url) - match.end()) // 4 * 3 - 3)
-    text = url[match.end() :]
-    if "%" in text:
-        text = _unquoted(text).decode("latin-1")
-    text = "".join(text.split())
+    start, text = match.end(), url
+    if "%" in url:
+        start, text = 0, _unquoted(url[start:]).decode("latin-1")
     try:
-        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=_altchars(text), validate=True)
+        data = b"".join(_from_base64(text, start))
     except (binascii.Error, ValueError) as error:
         raise MediaError(f"the data: address is not base64: {error}") from error
     budget.take(len(data))
     return data
+
+
+def _from_base64(text: str, start: int) -> Iterator[bytes]:
+    """What the characters from `start` on say, piece by piece: other threads get no turn in one. White space says
+    nothing, and the padding may be missing.
+
+    Raises ValueError.
+    """
+    left, has_ended = "", False
+    for begin in range(start, len(text), _PIECE_CHARS):
+        piece = left + "".join(text[begin : begin + _PIECE_CHARS].split())
+        left = piece[len(piece) // 4 * 4 :]
+        piece = piece[: len(piece) - len(left)]
+        if has_ended and (piece or left):
+            raise ValueError("it goes on behind its padding")
+        has_ended = has_ended or piece.endswith("=")
+        yield base64.b64decode(piece, altchars=_altchars(piece), validate=True)
+    yield base64.b64decode(left + "=" * (-len(left) % 4), altchars=_altchars(left), validate=True)
 
 
 def _unquoted(text: str) -> bytes:

@@ -1,8 +1,8 @@
 """Names of prepared images: equal if and only if the encoder would see the same."""
 
-import numpy as np
 from blake3 import blake3
 
+from tokenmill_server.multimodal.bands import bands_of
 from tokenmill_server.multimodal.decode import Picture
 
 KEY_BYTES = 32
@@ -15,8 +15,8 @@ def media_key(picture: Picture, options: str) -> bytes:
     pixels and 80 x 120 may.
     """
     hasher = blake3()
-    pixels = np.ascontiguousarray(picture.pixels)
-    head = f"image RGB {picture.width}x{picture.height} {pixels.dtype.name} {len(options)}:{options};"
+    head = f"image RGB {picture.width}x{picture.height} uint8 {len(options)}:{options};"
     hasher.update(head.encode())
-    hasher.update(pixels.reshape(-1).data)
+    for _, band in bands_of(picture.image):
+        hasher.update(band.tobytes())
     return hasher.digest()

@@ -5,6 +5,7 @@ without the interpreter's lock for most of it.
 """
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,9 @@ T = TypeVar("T")
 _KIND = "image"
 _FETCHES_PER_THREAD = 4
 """How many images from hosts there may be at a time: each is in memory until it is decoded."""
+_SWITCH_INTERVAL_S = 0.001
+"""How long a media thread goes on once the event loop wants to: a fifth of Python's own, since several threads may be
+asked one after another."""
 
 
 class TokenRoom:
@@ -88,6 +92,7 @@ class MediaLoader:
         self.prepared = prepared
         self._processor = processor
         self._settings = settings
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
         self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
 

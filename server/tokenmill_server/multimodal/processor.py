@@ -16,6 +16,7 @@ from PIL import Image
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.bands import on_canvas, resized
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import ImageOptions
 from tokenmill_server.multimodal.items import PreparedItem
@@ -73,11 +74,11 @@ class ImageProcessor:
         key = key or self.key(picture, detail)
         grid: tuple[int, int, int] | None
         if options.method == "qwen2_vl":
-            pixels, grid = _patches(picture.pixels, options)
+            pixels, grid = _patches(picture.image, options)
         elif self._views is not None:
-            pixels, grid = _viewed(picture.pixels, options), _views_grid(picture.height, picture.width, options)
+            pixels, grid = _viewed(picture.image, options), _views_grid(picture.height, picture.width, options)
         else:
-            pixels, grid = _square(picture.pixels, options).transpose(2, 0, 1), None
+            pixels, grid = _square(picture.image, options).transpose(2, 0, 1), None
         tensors = {"pixel_values": _tensor(pixels), "values": self._values}
         return PreparedItem("image", key, self.num_tokens(picture, detail), grid, tensors)
 
@@ -85,21 +86,21 @@ class ImageProcessor:
         return self._low_options if detail == "low" else self._options
 
 
-def _patches(pixels: Pixels, options: ImageOptions) -> tuple[Pixels, tuple[int, int, int]]:
+def _patches(image: Image.Image, options: ImageOptions) -> tuple[Pixels, tuple[int, int, int]]:
     """[num_patches, 3 * patch_size**2], patches that are merged behind each other, and how many patches each way."""
     size, merge = options.patch_size, options.merge_size
-    resized = _resize(pixels, qwen2_vl_size(pixels.shape[0], pixels.shape[1], options), options.resample)
-    rows, columns = resized.shape[0] // size, resized.shape[1] // size
-    blocks = resized.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+    pixels = resized(image, qwen2_vl_size(image.height, image.width, options), options.resample)
+    rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+    blocks = pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
     return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3 * size**2), (1, rows, columns)
 
 
-def _viewed(pixels: Pixels, options: ImageOptions) -> Pixels:
+def _viewed(image: Image.Image, options: ImageOptions) -> Pixels:
     """[num_views, 3, size, size]"""
     if options.views is None:
-        views = _square(pixels, options)[None]
+        views = _square(image, options)[None]
     else:
-        views = cut_views(pixels, options.views, options.resample)
+        views = cut_views(image, options.views, options.resample)
     return views.transpose(0, 3, 1, 2)
 
 
@@ -108,15 +109,15 @@ def _views_grid(height: int, width: int, options: ImageOptions) -> tuple[int, in
     return (1 if options.views is None else 1 + options.views.num_tiles(height, width), height, width)
 
 
-def _square(pixels: Pixels, options: ImageOptions) -> Pixels:
+def _square(image: Image.Image, options: ImageOptions) -> Pixels:
     """[height, width, 3] of the one size that the model sees."""
     if options.pads_to_square:
-        pixels = _pad_to_square(pixels, options.mean)
+        image = _pad_to_square(image, options.mean)
     if options.shortest_edge is not None:
-        size = _shortest_edge_size(pixels.shape[0], pixels.shape[1], options.shortest_edge)
+        size = _shortest_edge_size(image.height, image.width, options.shortest_edge)
     else:
-        size = options.size or (pixels.shape[0], pixels.shape[1])
-    pixels = _resize(pixels, size, options.resample)
+        size = options.size or (image.height, image.width)
+    pixels = resized(image, size, options.resample)
     return pixels if options.crop_size is None else _center_crop(pixels, options.crop_size)
 
 
@@ -153,12 +154,6 @@ def _value_table(options: ImageOptions) -> Floats:
     return table
 
 
-def _resize(pixels: Pixels, size: tuple[int, int], resample: int) -> Pixels:
-    height, width = size
-    image = Image.fromarray(pixels).resize((width, height), resample=Image.Resampling(resample))
-    return np.asarray(image)
-
-
 def _shortest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
     short, long = min(height, width), max(height, width)
     other = int(edge * long / short)
@@ -181,20 +176,17 @@ def _center_crop(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     return pixels[top : top + size[0], start : start + size[1]]
 
 
-def _pad_to_square(pixels: Pixels, mean: tuple[float, float, float] | None) -> Pixels:
-    height, width = pixels.shape[:2]
+def _pad_to_square(image: Image.Image, mean: tuple[float, float, float] | None) -> Image.Image:
+    width, height = image.size
     if height == width:
-        return pixels
+        return image
     side = max(height, width)
     if side**2 > _MAX_SQUARE_PIXELS:
         raise MediaError(
             f"the image has {width} x {height} pixels; its square would have more than {_MAX_SQUARE_PIXELS}"
         )
-    square = np.empty((side, side, 3), np.uint8)
-    square[:] = 0 if mean is None else [int(value * 255) for value in mean]
-    top, left = (side - height) // 2, (side - width) // 2
-    square[top : top + height, left : left + width] = pixels
-    return square
+    colour = (0, 0, 0) if mean is None else tuple(int(value * 255) for value in mean)
+    return on_canvas(image, (side, side), ((side - width) // 2, (side - height) // 2), colour)
 
 
 def _tensor(values: Pixels | Floats) -> MediaTensor:

@@ -9,6 +9,7 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.media_host import MediaHost, answer, media_host, redirect
@@ -237,6 +238,24 @@ def test_data_urls() -> None:
     long = bytes(range(256)) * 1000
     for lead in ("", "x", "xx"):  # Pieces end at any part of an escape.
         assert read(f"data:,{lead}" + "".join(f"%{byte:02x}" for byte in long), 10**6) == lead.encode() + long
+    random = np.random.default_rng(1)
+    for size in (*range(40), 200_000):
+        data = random.bytes(size)
+        for text in (base64.b64encode(data), base64.urlsafe_b64encode(data)):
+            plain = text.decode()
+            spaced = "\n".join(plain[at : at + 7] for at in range(0, len(plain), 7))
+            for each in (plain, plain.rstrip("="), spaced, plain.replace("=", "%3D"), plain + " " * 70_000):
+                assert read(f"data:;base64,{each}", 10**6) == data
+    for text in (
+        "AA==AA==",
+        "AA==" + "A" * 200_000,
+        "AA==" + " " * 200_000 + "A",
+        "A" * 65_535 + "=" * 9,
+        "AA=A",
+        "=AAA",
+    ):
+        with pytest.raises(MediaError, match="not base64"):
+            read(f"data:;base64,{text}", 10**6)
     for url in ("data:image/png;base64", "data:image/png;base64,A", "data:image/png;base64,####", "data:" + "x" * 999):
         with pytest.raises(MediaError, match="data: address"):
             read(url)

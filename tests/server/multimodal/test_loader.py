@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.support.media_host import answer, media_host
-from tests.support.pictures import encoded, noise, picture_url
+from tests.support.pictures import encoded, noise, picture, picture_url
 from tests.support.prepared_items import WatchedProcessor, source
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal import loader as loading_of_images
@@ -55,7 +55,7 @@ def test_images_are_in_the_order_of_the_request(loader: MediaLoader, processor: 
         sources = [source(picture_url(*size)) for size in sizes] + [source(host.url("/picture"))]
         images = load(loader, *sources)
     for size, image in zip([*sizes, (33, 21)], images, strict=True):
-        assert image == processor.prepare(Picture(noise(*size)))
+        assert image == processor.prepare(picture(noise(*size)))
     used = {thread for thread in processor.threads if thread is not threading.current_thread()}
     assert 1 <= len(used) <= 2
     assert all(thread.name.startswith("media") for thread in used)
@@ -65,7 +65,7 @@ def test_images_of_the_program_itself(loader: MediaLoader, processor: WatchedPro
     pixels = noise(20, 30)
     given = Image.fromarray(pixels).convert("RGBA")
     (image,) = load(loader, source(given))
-    assert image == processor.prepare(Picture(pixels))
+    assert image == processor.prepare(picture(pixels))
     assert (given.mode, np.asarray(given).shape) == ("RGBA", (20, 30, 4))
     with pytest.raises(MediaError, match="--max-image-pixels"):
         load(loader, source(Image.new("RGB", (101, 100))))

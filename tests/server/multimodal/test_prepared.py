@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.support.media_host import answer, media_host
-from tests.support.pictures import data_url, encoded, noise, picture_url
+from tests.support.pictures import data_url, encoded, noise, picture, picture_url
 from tests.support.prepared_items import WatchedProcessor, source
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.media_store import media_bytes
@@ -78,9 +78,9 @@ def nowhere() -> Iterator[Server]:
     server.loader.close()
 
 
-def fresh(picture: np.ndarray[Any, Any], detail: Any = "auto") -> PreparedItem:
+def fresh(pixels: np.ndarray[Any, Any], detail: Any = "auto") -> PreparedItem:
     """What it becomes where nothing is remembered."""
-    return WatchedProcessor().prepare(Picture(picture), detail)
+    return WatchedProcessor().prepare(picture(pixels), detail)
 
 
 def alike(item: PreparedItem, wanted: PreparedItem) -> bool:

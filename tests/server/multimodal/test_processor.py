@@ -17,12 +17,11 @@ from transformers import (
 )
 
 from tests.support.media_items import seen_values
-from tests.support.pictures import noise
+from tests.support.pictures import noise, picture
 from tokenmill_engine.config.media import MediaConfig, VisionConfig
 from tokenmill_engine.config.views import ViewsConfig
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.multimodal.addresses import MediaError
-from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.processor import ImageProcessor
@@ -72,7 +71,7 @@ def test_qwen2_vl(height: int, width: int, limits: dict[str, Any], tmp_path: Pat
     ours = processor(tmp_path, QWEN, {"image_processor_type": "Qwen2VLImageProcessor", **limits})
     pixels = noise(height, width)
     wanted = oracle(pixels, return_tensors="np", input_data_format="channels_last")
-    image = ours.prepare(Picture(pixels))
+    image = ours.prepare(picture(pixels))
     np.testing.assert_array_equal(values_of(image, times=2), wanted["pixel_values"])
     assert image.grid == tuple(wanted["image_grid_thw"][0])
     assert image.num_tokens == np.prod(wanted["image_grid_thw"][0]) // 4
@@ -102,7 +101,7 @@ def test_towers(
     if name == "CLIPImageProcessor" and max(height, width) > 50 * min(height, width):
         pixels = pixels[:, :20]
     wanted = oracle(**config)(pixels, return_tensors="np", input_data_format="channels_last")["pixel_values"][0]
-    image = ours.prepare(Picture(pixels))
+    image = ours.prepare(picture(pixels))
     np.testing.assert_array_equal(values_of(image), wanted)
     assert image.grid is None
     assert image.num_tokens == media.vision.tokens_per_image
@@ -124,11 +123,11 @@ def test_views(height: int, width: int, config: dict[str, Any], tmp_path: Path) 
     ours = processor(tmp_path, ONEVISION, {"image_processor_type": "LlavaOnevisionImageProcessor", **config})
     oracle, pixels = LlavaOnevisionImageProcessorPil(**config), noise(height, width)
     alone = oracle([pixels], return_tensors="np", input_data_format="channels_last")
-    image = ours.prepare(Picture(pixels))
+    image = ours.prepare(picture(pixels))
     np.testing.assert_array_equal(values_of(image), alone["pixel_values"][0])
     assert image.grid == (len(alone["pixel_values"][0]), height, width)
     several = oracle([[pixels, noise(20, 30)]], return_tensors="np", input_data_format="channels_last")
-    whole = ours.prepare(Picture(pixels), "low")
+    whole = ours.prepare(picture(pixels), "low")
     np.testing.assert_array_equal(values_of(whole), several["pixel_values"][0])
     assert (whole.grid, whole.num_tokens) == ((1, height, width), 17)
     assert whole.key != image.key
@@ -154,7 +153,7 @@ def test_low_detail_is_at_most_512_by_512_pixels(tmp_path: Path) -> None:
     ours = processor(tmp_path, QWEN, {"image_processor_type": "Qwen2VLImageProcessor"})
     oracle = Qwen2VLImageProcessorPil(max_pixels=512 * 512)
     pixels = noise(800, 1000)
-    low, high, auto = (ours.prepare(Picture(pixels), detail) for detail in ("low", "high", "auto"))
+    low, high, auto = (ours.prepare(picture(pixels), detail) for detail in ("low", "high", "auto"))
     wanted = oracle(pixels, return_tensors="np", input_data_format="channels_last")
     np.testing.assert_array_equal(values_of(low, times=2), wanted["pixel_values"])
     assert low.num_tokens < high.num_tokens == auto.num_tokens
@@ -164,7 +163,7 @@ def test_low_detail_is_at_most_512_by_512_pixels(tmp_path: Path) -> None:
 def test_extreme_proportions_are_refused(tmp_path: Path) -> None:
     for media, name in ((QWEN, "Qwen2VLImageProcessor"), (tower("clip", 224), "CLIPImageProcessor")):
         with pytest.raises(MediaError, match="at most 200 times"):
-            processor(tmp_path, media, {"image_processor_type": name}).prepare(Picture(noise(1, 203)))
+            processor(tmp_path, media, {"image_processor_type": name}).prepare(picture(noise(1, 203)))
 
 
 def test_a_line_does_not_become_a_square_of_any_size(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_a_line_does_not_become_a_square_of_any_size(tmp_path: Path) -> None:
     config = {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **edges(56, 56)}
     line = np.zeros((1, 20_000, 3), np.uint8)
     with pytest.raises(MediaError, match="20000 x 1 pixels; its square"):
-        processor(tmp_path, tower("clip", 56), config).prepare(Picture(line))
+        processor(tmp_path, tower("clip", 56), config).prepare(picture(line))
 
 
 @pytest.mark.parametrize(
@@ -212,12 +211,12 @@ def test_keys_tell_apart_what_the_encoder_would_see_differently(tmp_path: Path) 
     changed = pixels.copy()
     changed[79, 119, 2] ^= 1
     others = [
-        ours.prepare(Picture(pixels.reshape(120, 80, 3))),
-        ours.prepare(Picture(changed)),
-        processor(tmp_path, media, {**config, "max_pixels": 4000}).prepare(Picture(pixels)),
-        processor(tmp_path, media, {**config, "image_mean": [0.1, 0.2, 0.3]}).prepare(Picture(pixels)),
+        ours.prepare(picture(pixels.reshape(120, 80, 3))),
+        ours.prepare(picture(changed)),
+        processor(tmp_path, media, {**config, "max_pixels": 4000}).prepare(picture(pixels)),
+        processor(tmp_path, media, {**config, "image_mean": [0.1, 0.2, 0.3]}).prepare(picture(pixels)),
     ]
-    keys = [ours.prepare(Picture(pixels)).key, *(each.key for each in others)]
+    keys = [ours.prepare(picture(pixels)).key, *(each.key for each in others)]
     assert len(set(keys)) == len(keys)
     assert all(len(key) == 32 for key in keys)
-    assert ours.prepare(Picture(np.asfortranarray(pixels))).key == keys[0]
+    assert ours.prepare(picture(np.asfortranarray(pixels))).key == keys[0]

@@ -1,0 +1,122 @@
+"""How much decoding and preparing large images delays an API server's event loop, on which all streams are served.
+
+Images are JPEGs of photograph-like content, sent as `data:` addresses and prepared as for Qwen2.5-VL (with the limits
+of its own settings), by as many threads as asked for, one behind another. Meanwhile a coroutine asks to be woken up
+every millisecond and measures how late it was. The same is measured with nothing to do, since a busy machine delays as
+well.
+
+    python benchmarks/image_delays.py --megapixels 20 --threads 2
+"""
+
+import argparse
+import asyncio
+import base64
+import io
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import uvloop
+from PIL import Image
+
+from tokenmill_engine.config.media import MediaConfig, VisionConfig
+from tokenmill_server.multimodal.image_options import ImageOptions
+from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
+from tokenmill_server.multimodal.parts import ImageSource
+from tokenmill_server.multimodal.placement import CachePlacement, Placement
+from tokenmill_server.multimodal.prepared import PreparedMedia
+from tokenmill_server.multimodal.processor import ImageProcessor
+from tokenmill_server.multimodal.settings import MediaSettings
+
+_STEP_S = 0.001
+_MEDIA = MediaConfig(
+    "qwen2_vl",
+    7,
+    VisionConfig("qwen2_5_vl", 1280, 3420, 32, 16, 14, 2048, "silu", temporal_patch_size=2, spatial_merge_size=2),
+)
+_OPTIONS = ImageOptions(
+    method="qwen2_vl",
+    resample=3,
+    rescale_factor=1 / 255,
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+    patch_size=14,
+    temporal_patch_size=2,
+    merge_size=2,
+    min_pixels=3136,
+    max_pixels=12845056,
+)
+
+
+def photograph(megapixels: float, seed: int) -> str:
+    """A `data:` address of a JPEG, three times as wide as it is high by two."""
+    height = round((megapixels * 1e6 * 2 / 3) ** 0.5)
+    width = height * 3 // 2
+    random = np.random.default_rng(seed)
+    coarse = Image.fromarray(random.integers(0, 256, (height // 40, width // 40, 3), np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    pixels += random.integers(-8, 9, pixels.shape, np.int16)
+    stream = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(stream, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+async def delays_during(work: Callable[[], Awaitable[None]]) -> list[float]:
+    """Milliseconds by which each wake-up was late until `work` was done."""
+    late: list[float] = []
+    task = asyncio.ensure_future(work())
+    while not task.done():
+        wanted = time.perf_counter() + _STEP_S
+        await asyncio.sleep(_STEP_S)
+        late.append(1000 * (time.perf_counter() - wanted))
+    await task
+    return late
+
+
+def line(name: str, late: list[float]) -> str:
+    p50, p99, p999 = np.percentile(late, [50, 99, 99.9])
+    return f"{name:<28} {len(late):>7} {p50:>8.2f} {p99:>8.2f} {p999:>8.2f} {max(late):>8.2f}"
+
+
+async def measure(megapixels: float, num_threads: int, num_images: int) -> list[str]:
+    urls = [photograph(megapixels, seed) for seed in range(num_threads)]
+    settings = MediaSettings(loading_threads=num_threads)
+    prepared = PreparedMedia(CachePlacement(Placement.NOWHERE, 0, 0))
+    loader = MediaLoader(ImageProcessor(_MEDIA, _OPTIONS), settings, prepared)
+
+    async def decode(url: str) -> None:
+        for _ in range(num_images):
+            await loader.load([ImageSource(url, "auto", "image")], TokenRoom(1 << 30, 1 << 30))
+
+    async def all_threads() -> None:
+        await asyncio.gather(*map(decode, urls))
+
+    began = time.perf_counter()
+    busy = await delays_during(all_threads)
+    seconds = (time.perf_counter() - began) / num_images / num_threads
+    idle = await delays_during(lambda: asyncio.sleep(5))
+    loader.close()
+    title = f"{num_threads} threads, {megapixels:g} MP"
+    return [line("nothing to do", idle), f"{line(title, busy)}   {seconds:.2f} s an image"]
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megapixels", type=float, nargs="+", default=[20.0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--images", type=int, default=10, help="for each thread")
+    args = parser.parse_args()
+    write(f"{'event loop late, ms':<28} {'samples':>7} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8}")
+    for megapixels in args.megapixels:
+        for text in uvloop.run(measure(megapixels, args.threads, args.images)):
+            write(text)
+
+
+if __name__ == "__main__":
+    main()
