@@ -17,6 +17,7 @@ from tokenmill_engine.models.loader import WeightLoading, build_model
 from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
 from tokenmill_engine.worker.cuda_graphs import Call, GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_media import media_of
 from tokenmill_engine.worker.cuda_stages import CudaRelay
 from tokenmill_engine.worker.cuda_steps import CudaSteps, steps_of
 from tokenmill_engine.worker.memory import allocate_kv_caches
@@ -119,11 +120,15 @@ class LocalStages:
         config, device = self._config, self._device
         max_seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         block_size, groups = config.cache.block_size, group_layers(model.kv_specs)
-        shape = SlotShape(max_seqs, _MAX_LEN, _MAX_LEN // block_size, len(groups), model.architecture.vocab_size)
+        media, vocab_size = config.model.media, model.architecture.vocab_size
+        has_deltas = media is not None and media.mrope_section is not None
+        shape = SlotShape(max_seqs, _MAX_LEN, _MAX_LEN // block_size, len(groups), vocab_size, has_deltas)
         ladder = Ladder(max_seqs, budget)
-        inputs = CudaInputs(SlotTables(shape, device, shared=False), block_size, ladder.num_rows, budget)
+        tables = SlotTables(shape, device, shared=False)
+        inputs = CudaInputs(tables, block_size, ladder.num_rows, budget)
         graphs = Graphs(device)
         steps = steps_of(model, inputs, graphs, ladder if self._with_graphs else None, num_stages)
+        steps.media = media_of(model, config, tables)
         num_blocks = config.cache.num_gpu_blocks_override or 0
         steps.kv_caches = allocate_kv_caches(groups, num_blocks, block_size, model.dtype, device)
         graphs.take(steps.graph_calls())
@@ -142,6 +147,9 @@ class LocalStages:
         with self._launching():
             pending = [runner.execute(sent) for runner in self.runners]
         return _Submitted(plan, pending, self._feedback)
+
+    def shutdown(self) -> None:
+        """Nothing outlives the object."""
 
 
 class _Submitted:

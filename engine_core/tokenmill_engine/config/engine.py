@@ -56,6 +56,8 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True
+    skip_mm_profiling: bool = False
+    """Memory for images, their encoder's and that of its outputs, is not left out of the share."""
 
 
 @dataclass(frozen=True, slots=True)

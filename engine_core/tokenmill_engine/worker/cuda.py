@@ -20,9 +20,13 @@ from tokenmill_engine.progress import log_progress_bar
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.cuda_graphs import GraphStore
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_media import media_of
 from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
 from tokenmill_engine.worker.cuda_steps import steps_of
 from tokenmill_engine.worker.cuda_together import RunnerTogether
+from tokenmill_engine.worker.encoder_shares import EncoderShare
+from tokenmill_engine.worker.media_links import MediaLinks
+from tokenmill_engine.worker.media_rehearsal import MediaRehearsal
 from tokenmill_engine.worker.memory import DeviceMemory, MeasuredUse
 from tokenmill_engine.worker.rehearsal import RehearsalPlans
 from tokenmill_engine.worker.runner import Runner
@@ -43,7 +47,14 @@ class CudaBackend:
 
     loads_beside = True
 
-    def __init__(self, config: EngineConfig, device_index: int, group: Group = ALONE, chain: Chain = ONE_STAGE) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device_index: int,
+        group: Group = ALONE,
+        chain: Chain = ONE_STAGE,
+        media_links: MediaLinks | None = None,
+    ) -> None:
         """`group` and `chain`: as in `Worker`. All members of the group make the same calls in the same order from here
         on: whatever enqueues steps, what is measured must not decide what is enqueued next."""
         keep_compiled_kernels()
@@ -54,7 +65,7 @@ class CudaBackend:
             config.device.attention_backend, self.device, TORCH_DTYPES[config.model.dtype]
         )
         torch.set_num_threads(1)
-        self._config = config
+        self._config, self._media_links = config, media_links or MediaLinks()
         self._at_start = DeviceMemory.of(self.device)
         self._prefill_costs: tuple[tuple[int, float], ...] = ()
         self._silence: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -80,6 +91,11 @@ class CudaBackend:
         self._inputs = CudaInputs(tables, config.cache.block_size, self._ladder.num_rows, max_tokens)
         ladder = None if config.device.enforce_eager else self._ladder
         self._steps = steps_of(model, self._inputs, self._graphs, ladder, self.chain.size)
+        self._steps.media = media_of(
+            model, config, tables, EncoderShare(self.group, config.model.encoder_mode), self._media_links
+        )
+        media = config.model.media
+        self._media = MediaRehearsal(config, media, len(groups), self.group.rank) if media is not None else None
         self._runner: Runner = self._steps.runner()
         self._plans = RehearsalPlans(
             config.scheduler.max_num_seqs,
@@ -133,6 +149,7 @@ class CudaBackend:
         torch.cuda.reset_peak_memory_stats(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         self._runner.execute(self._plans.largest()).wait()
+        kept = self._look_at_the_largest_image()
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
         graphs = self._graph_bytes()
         self._prefill_costs = self._time_prefills()
@@ -142,14 +159,29 @@ class CudaBackend:
         # Kernels, libraries' work spaces and whatever else does not come from torch's allocator.
         taken = self._at_start.free - DeviceMemory.of(self.device).free
         outside = max(0, taken - torch.cuda.memory_reserved(self.device))
-        return MeasuredUse(weights=allocated + outside, peak=peak, graphs=graphs)
+        return MeasuredUse(weights=allocated + outside, peak=peak, graphs=graphs, images=kept)
+
+    def _look_at_the_largest_image(self) -> int:
+        """Run the step with an image that takes the most memory. Returns the bytes of encoder outputs that later steps
+        keep; 0 if nobody wants to know."""
+        if self._media is None or self._steps.media is None or self._config.cache.skip_mm_profiling:
+            return 0
+        plan = self._media.largest()
+        result = self._runner.execute(plan).wait()
+        self._steps.media.forget()
+        if result.lost_entries:
+            raise StartupError(
+                f"the encoder runs out of device memory on the largest image, of {plan.starts[0].media[0].num_tokens} "
+                "tokens; lower --max-model-len, or pass --skip-mm-profiling and send smaller images"
+            )
+        return self._steps.media.max_bytes
 
     def _rehearse(self) -> None:
         """Run every kernel that steps of any kind will need, on few layers and no requests: so they are compiled and
         loaded, and libraries have their work space on the streams that run and capture."""
         self._inputs.ring.clear()
         ops.prepare_linears(self._model.linear_shapes(), self._model.dtype, self.device)
-        rehearsal = CudaRehearsal(self._steps, self._ladder, self._plans)
+        rehearsal = CudaRehearsal(self._steps, self._ladder, self._plans, self._media)
         self._compile(rehearsal.to_compile())
         self._inputs.ring.clear()
         self._graphs.rehearse(rehearsal.to_run())

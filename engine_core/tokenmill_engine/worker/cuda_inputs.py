@@ -10,6 +10,7 @@ import torch
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
 from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.worker.cuda_media import MediaParts
 from tokenmill_engine.worker.cuda_writes import ScatterWriter
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.shapes import StepShape
@@ -24,7 +25,9 @@ class CudaInputs:
     def __init__(self, tables: SlotTables, block_size: int, num_rows: int, max_tokens: int) -> None:
         self.tables = tables
         self._block_size, self._max_len = block_size, tables.shape.max_len
-        self._requests = state.RequestTables(tables.tokens.token_ids, tables.tokens.num_tokens, tables.num_computed)
+        self._requests = state.RequestTables(
+            tables.tokens.token_ids, tables.tokens.num_tokens, tables.num_computed, tables.position_deltas
+        )
         self.num_rows, self.max_tokens = num_rows, max(max_tokens, num_rows)
         self.ring = StepRing(num_rows, tables.device)
         self._report = exchange.Report(self.ring.received, self.ring.turn)
@@ -65,8 +68,8 @@ class CudaInputs:
         """Enqueue: take in the next entry, padded for a step of any shape."""
         exchange.receive(self._received, self.tables.buffer, self.ring.turn, self.ring.sent, self.ring.shape)
 
-    def expand(self, shape: StepShape) -> ForwardBatch:
-        """Enqueue the kernels that fill the batch from what was received."""
+    def expand(self, shape: StepShape, media: MediaParts | None = None) -> ForwardBatch:
+        """Enqueue the kernels that fill the batch from what was received, and add `media` to it."""
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         rows = state.StepRows(self._slots[:num_rows], self._query_start[: num_rows + 1], shape.max_query_len)
         tokens = state.StepTokens(self._input_ids[:num_tokens], self._positions[:num_tokens], self._seq_lens[:num_rows])
@@ -75,7 +78,7 @@ class CudaInputs:
             for table, step_table, slot_mapping in self._groups
         ]
         state.expand(self._requests, rows, self._block_size, tokens, groups)
-        return ForwardBatch(
+        batch = ForwardBatch(
             input_ids=tokens.input_ids,
             positions=tokens.positions,
             query_start_loc=rows.query_start_loc,
@@ -88,6 +91,9 @@ class CudaInputs:
             max_seq_len=self._max_len,
             any_mix=shape.any_mix,
         )
+        if media is not None:
+            media.complete(batch)
+        return batch
 
     def advance(self, token_ids: torch.Tensor) -> None:
         """Enqueue: count the step's tokens as computed, append `token_ids` int32 [n] to the first `n` requests that

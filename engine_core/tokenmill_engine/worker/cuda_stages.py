@@ -16,6 +16,8 @@ from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan, StepResult
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_media import CudaMedia, MediaParts
+from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.results import without_tokens
 from tokenmill_engine.worker.shapes import Ladder, StepShape, exact_shape
 from tokenmill_engine.worker.step_ring import StepEntry, StepTokens
@@ -139,6 +141,8 @@ class CudaRelay:
         self.kv_caches: KVCaches = []
         """As in `CudaSteps`."""
         self.inputs, self.graphs, self.ladder = inputs, graphs, ladder
+        self.media: CudaMedia | None = None
+        """As in `CudaSteps`."""
         device = inputs.tables.device
         self._inlet = None if model.stage.is_first else CudaInlet(model, inputs)
         self._layout = MessageLayout(model)
@@ -173,29 +177,30 @@ class CudaRelay:
     def execute(self, plan: StepPlan) -> "CudaRelayedStep":
         """Enqueue one step."""
         entry = self.inputs.ring.begin()
-        self._stage(plan, entry)
+        rows = self._stage(plan, entry)
+        media = None if self.media is None else self.media.prepare(plan, rows)
         shape = None if self.ladder is None else self.ladder.padded(plan)
         num_tokens = plan.num_tokens if shape is None else shape.num_tokens
         if self._inlet is not None:
             self._inlet.receive(plan.step, num_tokens)
             entry.mark_start()
-        message = None if shape is None else self.graphs.replay(shape)
+        message = None if shape is None or media is not None else self.graphs.replay(shape)
         if message is None:
             self.inputs.receive()
         turn = self.inputs.ring.count()
         if message is None:
-            message = self.forward(exact_shape(plan, None), num_tokens)
+            message = self.forward(exact_shape(plan, None), num_tokens, media)
         tokens = entry.finish(turn, 0)
         # Behind the end of the step, which takes no longer because the next stage is busy.
         self._outlet.send(message, plan.step)
         return CudaRelayedStep(plan, tokens)
 
-    def forward(self, shape: StepShape, num_sent: int | None = None) -> torch.Tensor:
+    def forward(self, shape: StepShape, num_sent: int | None = None, media: MediaParts | None = None) -> torch.Tensor:
         """Enqueue inputs and layers, after `inputs.receive`, and the end of the step: the message for the next stage.
         `num_sent`: tokens of messages, by default those of `shape`."""
         num_sent = num_sent or shape.num_tokens
         self._clock.start()
-        batch = self.inputs.expand(shape)
+        batch = self.inputs.expand(shape, media)
         incoming = None if self._inlet is None else self._inlet.stream(shape.num_tokens, num_sent)
         outgoing = self.model.run_layers(batch, self.kv_caches, incoming)
         self.inputs.advance(self._no_tokens)
@@ -204,10 +209,11 @@ class CudaRelay:
             part[: shape.num_tokens].copy_(source)
         return self._message[: self._layout.num_bytes(num_sent)]
 
-    def _stage(self, plan: StepPlan, entry: StepEntry) -> None:
+    def _stage(self, plan: StepPlan, entry: StepEntry) -> StepRows:
         sampled = self.inputs.tables.sampled_changes(plan) if self._inlet is None else []
+        changes = [] if self.media is None else self.media.changes(plan)
         try:
-            self.inputs.stage(plan, entry, sampled)
+            return self.inputs.stage(plan, entry, [*sampled, *changes])
         except Exception:
             # They belong to requests of other steps, which do not fail.
             self.inputs.write_apart(sampled)

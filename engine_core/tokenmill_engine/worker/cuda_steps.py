@@ -17,6 +17,7 @@ from tokenmill_engine.sampling import table as columns
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
+from tokenmill_engine.worker.cuda_media import CudaMedia, MediaParts
 from tokenmill_engine.worker.cuda_stages import CudaInlet, CudaRelay
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
@@ -44,6 +45,8 @@ class CudaSteps:
         self.kv_caches: KVCaches = []
         """To be set before the first step; graphs are of the caches that were set when they were captured."""
         self.inputs, self.graphs, self.ladder, self.inlet = inputs, graphs, ladder, inlet
+        self.media: CudaMedia | None = None
+        """Of a model that looks at images."""
         self.chooser = TokenChooser(model, inputs.tables)
         self.hidden = torch.zeros(
             (inputs.num_rows, model.architecture.hidden_size), dtype=model.dtype, device=inputs.tables.device
@@ -70,25 +73,29 @@ class CudaSteps:
     def begin(self, plan: StepPlan) -> "_CudaStep":
         return _CudaStep(self, plan)
 
-    def forward(self, shape: StepShape) -> torch.Tensor:
-        """Enqueue inputs and model, after `inputs.receive`: hidden states [num_hidden, hidden_size], in `hidden`."""
+    def forward(
+        self, shape: StepShape, num_received: int | None = None, media: MediaParts | None = None
+    ) -> torch.Tensor:
+        """Enqueue inputs and model, after `inputs.receive`: hidden states [num_hidden, hidden_size], in `hidden`.
+        `num_received`: tokens of the message that came in, by default those of `shape`."""
         chosen = None if shape.num_outputs is None else self.inputs.logit_index[: shape.num_outputs]
-        batch = self.inputs.expand(shape)
-        out, incoming = self.hidden[: shape.num_hidden], self._incoming(shape.num_tokens, shape.num_tokens)
+        batch = self.inputs.expand(shape, media)
+        out, incoming = self.hidden[: shape.num_hidden], self._incoming(shape.num_tokens, num_received)
         return self.model.forward(batch, self.kv_caches, chosen, out, incoming)
 
-    def forward_all(self, shape: StepShape, num_received: int | None = None) -> torch.Tensor:
-        """As `forward`, of all tokens: [num_tokens, hidden_size], in new memory. `num_received`: tokens of the message
-        that came in, by default those of `shape`."""
-        incoming = self._incoming(shape.num_tokens, num_received or shape.num_tokens)
-        return self.model.forward(self.inputs.expand(shape), self.kv_caches, incoming=incoming)
+    def forward_all(
+        self, shape: StepShape, num_received: int | None = None, media: MediaParts | None = None
+    ) -> torch.Tensor:
+        """As `forward`, of all tokens: [num_tokens, hidden_size], in new memory."""
+        incoming = self._incoming(shape.num_tokens, num_received)
+        return self.model.forward(self.inputs.expand(shape, media), self.kv_caches, incoming=incoming)
 
     def score_all(self, shape: StepShape) -> torch.Tensor:
         """As prompts are scored: logits of all tokens."""
         return self.model.compute_logits(self.forward_all(shape))
 
-    def _incoming(self, num_tokens: int, num_received: int) -> Stream | None:
-        return None if self.inlet is None else self.inlet.stream(num_tokens, num_received)
+    def _incoming(self, num_tokens: int, num_received: int | None) -> Stream | None:
+        return None if self.inlet is None else self.inlet.stream(num_tokens, num_received or num_tokens)
 
     def _receive_and_forward(self, shape: StepShape) -> torch.Tensor:
         self.inputs.receive()
@@ -134,29 +141,32 @@ class _CudaStep:
     def __init__(self, steps: CudaSteps, plan: StepPlan) -> None:
         self._steps, self._plan = steps, plan
         self._entry = steps.inputs.ring.begin()
-        self.rows = steps.inputs.stage(plan, self._entry)
+        changes = () if steps.media is None else steps.media.changes(plan)
+        self.rows = steps.inputs.stage(plan, self._entry, changes)
         self._num_samples = len(self.rows.sample_rows)
 
     def forward(self, every_token: bool) -> Hidden:
         steps = self._steps
+        media = None if steps.media is None else steps.media.prepare(self._plan, self.rows)
         shape = None if steps.ladder is None else steps.ladder.padded(self._plan)
         num_received = self._plan.num_tokens if shape is None else shape.num_tokens
         if steps.inlet is not None:
             steps.inlet.receive(self._plan.step, num_received)
             self._entry.mark_start()
-        hidden = None if shape is None or every_token else steps.graphs.replay(shape)
+        has_graph = shape is not None and not every_token and media is None
+        hidden = steps.graphs.replay(shape) if has_graph else None
         if hidden is None:
             steps.inputs.receive()
         self._turn = steps.inputs.ring.count()
         if hidden is not None:
             return Hidden(hidden[: self._num_samples])
         if every_token:
-            return self._forward_all(num_received)
-        return Hidden(steps.forward(exact_shape(self._plan, max(self._num_samples, 1))))
+            return self._forward_all(num_received, media)
+        return Hidden(steps.forward(exact_shape(self._plan, max(self._num_samples, 1)), num_received, media))
 
-    def _forward_all(self, num_received: int) -> Hidden:
+    def _forward_all(self, num_received: int, media: MediaParts | None) -> Hidden:
         steps = self._steps
-        every = steps.forward_all(exact_shape(self._plan, None), num_received)
+        every = steps.forward_all(exact_shape(self._plan, None), num_received, media)
         chosen = steps.hidden[: self._num_samples]
         if self._plan.num_decodes == self._plan.num_reqs:
             chosen.copy_(every)

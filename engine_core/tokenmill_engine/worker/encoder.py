@@ -19,6 +19,7 @@ from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia, StepPlan
+from tokenmill_engine.sampling.transfer import to_device
 from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.encoder_time import EncoderTime
 from tokenmill_engine.worker.inputs import MissingRows, StepInputs
@@ -46,8 +47,14 @@ class EncoderOutputs:
         """Rows of all outputs that are here."""
         return sum(map(len, self._outputs.values()))
 
+    def clear(self) -> None:
+        """Free everything."""
+        self._outputs.clear()
+        self._elsewhere.clear()
+
     def apply(self, media: StepMedia) -> EncoderTime | None:
-        """Free and encode. Returns how long that takes; None if there is nothing to encode."""
+        """Free and encode, without a wait for the device. Returns how long encoding takes; None if there is nothing to
+        encode."""
         self._elsewhere.difference_update(media.free)
         for entry in media.free:
             self._outputs.pop(entry, None)
@@ -89,7 +96,8 @@ class EncoderOutputs:
         if tensors is None:
             return None
         try:
-            pixels, values = (as_tensor(tensors[name]) for name in ("pixel_values", "values"))
+            device = self._model.device
+            pixels, values = (device_tensor(tensors[name], device) for name in ("pixel_values", "values"))
             return self._model.ready(ImageInput(pixels, image.grid, values))
         except torch.AcceleratorError:
             raise
@@ -115,7 +123,7 @@ class EncoderOutputs:
                 continue
             first = int(query_start[place.row]) + place.start
             tokens.append(np.arange(first, first + place.count, dtype=np.int64))
-        return MediaRows(torch.from_numpy(np.concatenate(tokens)).to(device), torch.cat(rows)), missing
+        return MediaRows(to_device(np.concatenate(tokens), device), torch.cat(rows)), missing
 
 
 def _log_failure(image: EncoderInput, error: Exception) -> None:
@@ -154,8 +162,13 @@ class MediaInputs:
             batch.positions = torch.from_numpy(positions)
 
 
-def as_tensor(tensor: MediaTensor) -> torch.Tensor:
+def device_tensor(tensor: MediaTensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, on its way there through pinned memory if it is a GPU."""
+    return as_tensor(tensor, pinned=device.type == "cuda").to(device, non_blocking=True)
+
+
+def as_tensor(tensor: MediaTensor, pinned: bool = False) -> torch.Tensor:
     """A copy: the message's bytes must not be written to."""
-    result = torch.empty(math.prod(tensor.shape), dtype=_DTYPES[tensor.dtype])
+    result = torch.empty(math.prod(tensor.shape), dtype=_DTYPES[tensor.dtype], pin_memory=pinned)
     np.copyto(result.numpy(), np.frombuffer(tensor.data, np.dtype(tensor.dtype).newbyteorder("<")))
     return result.view(tensor.shape)

@@ -52,10 +52,12 @@ class MeasuredUse:
     peak: int
     """What the largest step needs on top of them."""
     graphs: int
+    images: int = 0
+    """What the encoder made of images, kept between steps."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.peak + self.graphs
+        return self.weights + self.peak + self.graphs + self.images
 
 
 def explicit_bytes(cache: CacheConfig, block_bytes: int) -> int | None:
@@ -100,7 +102,8 @@ def cuda_kv_bytes(memory: DeviceMemory, use: MeasuredUse, cache: CacheConfig, bl
     raise StartupError(
         f"no memory is left for the KV cache: --gpu-memory-utilization {cache.gpu_memory_utilization:g} of "
         f"{gib(memory.total)} is {gib(cache.gpu_memory_utilization * memory.total)}, the weights take "
-        f"{gib(use.weights)}, the largest step {gib(use.peak)}, CUDA graphs {gib(use.graphs)}; {remedy}"
+        f"{gib(use.weights)}, the largest step {gib(use.peak)}, CUDA graphs {gib(use.graphs)}"
+        f"{f', encoded images {gib(use.images)}' if use.images else ''}; {remedy}"
     )
 
 

@@ -46,18 +46,37 @@ class SlotPositions:
             if place.grid is not None:
                 yield GridSpan(place.offset, place.grid, step)
 
+    def delta(self, slot: int) -> int:
+        """What to add to the index of a token behind the last image for its position."""
+        return int(self._deltas[slot])
+
+    def known(
+        self, slots: NDArray[np.int32], first: NDArray[np.int32], query_start: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], _Positions] | None:
+        """Which tokens of a step come before the end of the last image of their request, int64 [num_known], and their
+        positions [3, num_known]; None if there are none. Tokens `query_start[i]` .. `query_start[i + 1]` - 1 are of
+        slot `slots[i]`, whose tokens from index `first[i]` on they are."""
+        rows = (first < self._ends[slots]).nonzero()[0].tolist()
+        if not rows:
+            return None
+        tokens: list[NDArray[np.int64]] = []
+        positions: list[_Positions] = []
+        for row in rows:
+            start, index = int(query_start[row]), int(first[row])
+            of_row = self._known[int(slots[row])][:, index : index + int(query_start[row + 1]) - start]
+            tokens.append(np.arange(start, start + of_row.shape[1]))
+            positions.append(of_row)
+        return np.concatenate(tokens), np.concatenate(positions, axis=1)
+
     def turn(self, slots: NDArray[np.int32], indexes: _Positions, query_start: NDArray[np.int32]) -> _Positions:
         """Positions of tokens at `indexes` [num_tokens] of their requests: [num_tokens] where the three are the same
-        for all, else [3, num_tokens]. Tokens `query_start[i]` .. `query_start[i + 1]` - 1 are of slot `slots[i]`."""
+        for all, else [3, num_tokens]. Rows as in `known`."""
+        known = self.known(slots, indexes[query_start[:-1]], query_start)
         deltas = self._deltas[slots]
-        first = indexes[query_start[:-1]]
-        rows = (first < self._ends[slots]).nonzero()[0]
         if deltas.any():
             indexes = indexes + np.repeat(deltas, np.diff(query_start))
-        if len(rows) == 0:
+        if known is None:
             return indexes
         positions = np.tile(indexes, (3, 1))
-        for row in rows.tolist():
-            known = self._known[int(slots[row])][:, first[row] : first[row] + query_start[row + 1] - query_start[row]]
-            positions[:, query_start[row] : query_start[row] + known.shape[1]] = known
+        positions[:, known[0]] = known[1]
         return positions

@@ -4,6 +4,7 @@ A plan brings only what changed. All tables are views of one buffer of 32-bit wo
 together, whatever tables they are for.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,11 +33,14 @@ class SlotShape:
     """Blocks a row holds in each KV group."""
     num_groups: int
     vocab_size: int
+    has_position_deltas: bool = False
+    """Positions of tokens may differ from their indexes (M-RoPE)."""
 
     @property
     def num_words(self) -> int:
         """32-bit words of device memory."""
-        return self.num_slots * (_SAMPLING_WORDS + self.max_len + 3 + self.num_groups * self.max_blocks)
+        num_counts = 4 if self.has_position_deltas else 3
+        return self.num_slots * (_SAMPLING_WORDS + self.max_len + num_counts + self.num_groups * self.max_blocks)
 
 
 class SlotTables:
@@ -59,6 +63,9 @@ class SlotTables:
         self.tokens = TokenTable(token_ids, num_tokens=self._take(num_slots), num_prompt=self._take(num_slots))
         self.num_computed = self._take(num_slots)
         """int32 [num_slots]: tokens whose keys and values are in the cache."""
+        self._deltas_offset = self._next_offset
+        self.position_deltas = self._take(num_slots) if shape.has_position_deltas else None
+        """int32 [num_slots]: what to add to the index of a token for its position, behind what is known otherwise."""
         self._block_offset = self._next_offset
         self.block_tables = [
             self._take(num_slots * shape.max_blocks).view(num_slots, shape.max_blocks) for _ in range(shape.num_groups)
@@ -91,6 +98,10 @@ class SlotTables:
                 self._start(start, writes)
         writes.extend((self._block_index(new.group, new.slot, new.start), new.block_ids) for new in plan.appends)
         return writes
+
+    def delta_changes(self, deltas: Mapping[int, int]) -> list[Write]:
+        """As `changes`, which they do not overlap: position deltas by slot. The shape must have them."""
+        return [(self._deltas_offset + slot, [delta]) for slot, delta in deltas.items()]
 
     def sampled_changes(self, plan: StepPlan) -> list[Write]:
         """As `changes`, which they do not overlap: the tokens of `plan.sampled`, but for those of slots that the plan

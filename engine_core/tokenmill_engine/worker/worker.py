@@ -143,14 +143,14 @@ class Worker:
         # Importing it imports Triton, which only GPUs need.
         from tokenmill_engine.worker.cuda import CudaBackend
 
-        return CudaBackend(self._config, self._device_index, self._group, self._chain)
+        return CudaBackend(self._config, self._device_index, self._group, self._chain, self._media_links)
 
     def _finish_loading(self, loading: WeightLoading) -> None:
         with self._phase("load"):
             loading.finish(allow_fused=not self._config.device.enforce_eager)
 
     def _slot_shape(self, num_groups: int) -> SlotShape:
-        config = self._config
+        config, media = self._config, self._config.model.media
         max_len = config.model.max_model_len + _SPARE_TOKENS
         return SlotShape(
             num_slots=config.scheduler.max_num_seqs,
@@ -158,6 +158,7 @@ class Worker:
             max_blocks=-(-max_len // config.cache.block_size),
             num_groups=num_groups,
             vocab_size=config.model.architecture.vocab_size,
+            has_position_deltas=media is not None and media.mrope_section is not None,
         )
 
     @contextmanager

@@ -30,6 +30,8 @@ class RequestTables:
     """[num_slots]: known tokens."""
     num_computed: torch.Tensor
     """[num_slots]: tokens whose keys and values are in the cache."""
+    position_deltas: torch.Tensor | None = None
+    """[num_slots]: what to add to the index of a token for its position; None if that is 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class StepTokens:
     input_ids: torch.Tensor
     """[T]; 0 in padding."""
     positions: torch.Tensor
-    """[T]; 0 in padding."""
+    """[T], index in the request plus its delta; 0 in padding."""
     seq_lens: torch.Tensor
     """[R]: computed tokens after the step; 0 for padding."""
 
@@ -76,10 +78,10 @@ class GroupBlocks:
 @triton.jit
 def _expand_request(
     input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr, slot_tokens_ptr, slot_table_ptr, row,
-    start, count, computed, out_stride, block_size: tl.constexpr, block: tl.constexpr,
+    start, count, computed, delta, out_stride, block_size: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One request: its block table and the slots of its new tokens; those tokens and its length too, unless
-    `input_ids_ptr` is None."""
+    """One request: its block table and the slots of its new tokens; those tokens, their positions (`delta` past their
+    indexes) and its length too, unless `input_ids_ptr` is None."""
     lanes = tl.program_id(1) * block + tl.arange(0, block)
     step = tl.num_programs(1) * block
     if input_ids_ptr is not None:
@@ -91,7 +93,7 @@ def _expand_request(
         if input_ids_ptr is not None:
             token_ids = tl.load(slot_tokens_ptr + positions, mask=inside, other=0)
             tl.store(input_ids_ptr + start + tokens, token_ids, mask=inside)
-            tl.store(positions_ptr + start + tokens, positions, mask=inside)
+            tl.store(positions_ptr + start + tokens, positions + delta, mask=inside)
         blocks = tl.load(slot_table_ptr + positions // block_size, mask=inside, other=0).to(tl.int64)
         tl.store(slot_mapping_ptr + start + tokens, blocks * block_size + positions % block_size, mask=inside)
     num_blocks = tl.cdiv(computed + count, block_size)
@@ -104,7 +106,8 @@ def _expand_request(
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "out_stride"])
 def _expand_kernel(
     input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr, slots_ptr, query_start_loc_ptr,
-    token_ids_ptr, num_computed_ptr, table_ptr, num_requests, num_tokens, token_stride, table_stride, out_stride,
+    token_ids_ptr, num_computed_ptr, deltas_ptr, table_ptr, num_requests, num_tokens, token_stride, table_stride,
+    out_stride,
     block_size: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Row program_id(0) of the step; the row after the last is the padding. `input_ids_ptr` is None if only blocks
@@ -118,9 +121,10 @@ def _expand_kernel(
         slot = tl.load(slots_ptr + row).to(tl.int64)
         # Padding may name any slot, even one that does not exist.
         computed = tl.load(num_computed_ptr + slot, mask=count > 0, other=0)
+        delta = 0 if deltas_ptr is None else tl.load(deltas_ptr + slot, mask=count > 0, other=0)
         _expand_request(
             input_ids_ptr, positions_ptr, seq_lens_ptr, out_table_ptr, slot_mapping_ptr,
-            token_ids_ptr + slot * token_stride, table_ptr + slot * table_stride, row, start, count, computed,
+            token_ids_ptr + slot * token_stride, table_ptr + slot * table_stride, row, start, count, computed, delta,
             out_stride, block_size, block,
         )  # fmt: skip
     else:
@@ -140,14 +144,15 @@ def expand(
     """Fills `tokens` with the next tokens of each request, those after its computed ones, and the outputs of every KV
     group (at least one). One launch for each group; the first also does the tokens."""
     to_fill: tuple[torch.Tensor | None, ...] = (tokens.input_ids, tokens.positions, tokens.seq_lens)
+    deltas = tables.position_deltas
     for group in groups:
         _expand_kernel[rows.grid()](
             *to_fill, group.step_table, group.slots, rows.slots, rows.query_start_loc, tables.token_ids,
-            tables.num_computed, group.table, rows.slots.shape[0], group.slots.shape[0], tables.token_ids.stride(0),
-            group.table.stride(0), group.step_table.stride(0),
+            tables.num_computed, deltas, group.table, rows.slots.shape[0], group.slots.shape[0],
+            tables.token_ids.stride(0), group.table.stride(0), group.step_table.stride(0),
             block_size=block_size, block=_BLOCK, num_warps=4, **launch_options(rows.slots.device),
         )  # fmt: skip
-        to_fill = (None, None, None)
+        to_fill, deltas = (None, None, None), None
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_samples", "max_len"])

@@ -109,6 +109,16 @@ MEDIA = (
         metavar="TOKENS",
     ),
     Flag(
+        "skip-mm-profiling",
+        Group.MULTIMODAL,
+        boolean,
+        False,
+        "On a GPU, do not encode the largest image at the start to see what memory images need: the KV cache gets it, "
+        "and a large image may fail for want of memory",
+        "cache.skip_mm_profiling",
+        arity=Arity.SWITCH,
+    ),
+    Flag(
         "allowed-media-domains",
         Group.MULTIMODAL,
         domain_list,

@@ -108,7 +108,7 @@ _ROWS = [
     # Multimodal, LoRA, speculation, structured output
     _value("mm-hasher-algorithm", "blake3"),
     *_values("mm-shm-cache-max-object-size-mb", "video-pruning-rate"),
-    *_switches("false", "enable-mm-embeds", "skip-mm-profiling", "interleave-mm-strings"),
+    *_switches("false", "enable-mm-embeds", "interleave-mm-strings"),
     *_switches("false", "enable-lora", "fully-sharded-loras"),
     *_values("max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-modules", "lora-target-modules"),
     _value("speculative-config", short="-sc"),

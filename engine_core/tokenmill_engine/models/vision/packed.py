@@ -1,6 +1,7 @@
 """Attention within each of several runs of rows that lie one after another, all in one batch."""
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -8,31 +9,49 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from tokenmill_engine.sampling.transfer import to_device
 from tokenmill_kernels.cpu import library
 
 _SMALLEST_PART = 1 << 22
 """Products of a query and a key, times head_dim, that are worth a thread."""
+_HEAD_GRAIN = 8
+"""What the width of heads must divide by for the packed kernel."""
 
 
 class PackedRuns:
-    """Which rows see each other: those of the same run. Runs of equal length are computed together."""
+    """Which rows see each other: those of the same run. On a GPU with numbers of 16 bits all runs are one launch,
+    whatever their lengths; elsewhere those of equal length are computed together."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """`lengths` of the runs, in order, none of them 0."""
+    def __init__(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        """`lengths` of the runs, in order, none of them 0. `dtype`: of what attends."""
         sizes = np.asarray(lengths, np.int64)
-        starts = np.cumsum(sizes) - sizes
-        distinct = np.unique(sizes).tolist()
-        self._groups: list[tuple[int, torch.Tensor | None]] = []
+        ends = np.cumsum(sizes)
+        self._longest = int(sizes.max(initial=0))
+        self._bounds: torch.Tensor | None = None
+        """int32 [num_runs + 1]: first row of each run and the end of the last, for the packed kernel."""
+        if device.type == "cuda" and dtype.itemsize == 2 and _packed_attention() is not None:
+            self._bounds = to_device(np.concatenate(([0], ends)).astype(np.int32), device)
+        self._sizes, self._starts, self._device = sizes, ends - sizes, device
+        self._groups_made: list[tuple[int, torch.Tensor | None]] | None = None
+
+    @property
+    def _groups(self) -> list[tuple[int, torch.Tensor | None]]:
         """(length, rows of all runs of that length; None for all rows there are)."""
-        for length in distinct:
-            rows = None
-            if len(distinct) > 1:
-                of_runs = starts[sizes == length][:, None] + np.arange(length)
-                rows = torch.from_numpy(of_runs.reshape(-1)).to(device)
-            self._groups.append((length, rows))
+        if self._groups_made is None:
+            distinct = np.unique(self._sizes).tolist()
+            self._groups_made = [(length, self._rows(length) if len(distinct) > 1 else None) for length in distinct]
+        return self._groups_made
+
+    def _rows(self, length: int) -> torch.Tensor:
+        of_runs = self._starts[self._sizes == length][:, None] + np.arange(length)
+        return to_device(of_runs.reshape(-1), self._device)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention without a mask, each [num_rows, num_heads, head_dim] -> [num_rows, num_heads * head_dim]."""
+        packed = _packed_attention()
+        if self._bounds is not None and packed is not None and q.shape[2] % _HEAD_GRAIN == 0:
+            bounds, longest = self._bounds, self._longest
+            return packed(q, k, v, bounds, bounds, longest, longest).flatten(1)
         out: torch.Tensor | None = None
         for length, rows in self._groups:
             parts = (q, k, v) if rows is None else tuple(heads.index_select(0, rows) for heads in (q, k, v))
@@ -43,6 +62,16 @@ class PackedRuns:
             out = q.new_empty(len(q), attended.shape[1]) if out is None else out
             out.index_copy_(0, rows, attended)
         return q.flatten(1) if out is None else out
+
+
+@cache
+def _packed_attention() -> Callable[..., torch.Tensor] | None:
+    """FlashAttention over runs of any lengths, on GPUs; None where torch does not have it."""
+    try:
+        attention: Callable[..., torch.Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return attention
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

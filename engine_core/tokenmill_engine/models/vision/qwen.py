@@ -22,6 +22,7 @@ from tokenmill_engine.models.vision.encoder import PREFIX, ImageInput
 from tokenmill_engine.models.vision.grids import frame_lengths, patch_places, window_order
 from tokenmill_engine.models.vision.packed import PackedRuns
 from tokenmill_engine.mrope import Grid
+from tokenmill_engine.sampling.transfer import to_device
 
 _NAMES = LayerNames("norm1", "attn", ("qkv",), "proj", "norm2")
 _THETA = 10000.0
@@ -84,12 +85,12 @@ class QwenVision:
         grids = [checked_grid(image, config) for image in images]
         pixels = torch.cat([image.pixel_values for image in images]).to(self._device, self._dtype)
         x, rotation = self._patches(pixels), turned_by_place(grids, config, self._device)
-        whole_frames = windows = PackedRuns(frame_lengths(grids), self._device)
+        whole_frames = windows = PackedRuns(frame_lengths(grids), self._device, self._dtype)
         order: torch.Tensor | None = None
         if config.window_size is not None:
             side = config.window_size // config.spatial_merge_size // config.patch_size
             squares, lengths = window_order(grids, config.spatial_merge_size, side)
-            order, windows = torch.from_numpy(squares).to(self._device), PackedRuns(lengths, self._device)
+            order, windows = to_device(squares, self._device), PackedRuns(lengths, self._device, self._dtype)
             rows = (order[:, None] * unit + torch.arange(unit, device=self._device)).flatten()
             x = x[rows]
             rotation = (rotation[0][rows], rotation[1][rows])
@@ -118,6 +119,6 @@ def turned_by_place(grids: Sequence[Grid], config: VisionConfig, device: torch.d
     half = config.head_dim // 2
     frequencies = 1.0 / (_THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
     places = torch.from_numpy(patch_places(grids, config.spatial_merge_size))
-    angles = (places[:, :, None] * frequencies).flatten(1).to(device)
+    angles = to_device((places[:, :, None] * frequencies).flatten(1).numpy(), device)
     both = torch.cat((angles, angles), dim=-1)[:, None]
     return both.cos(), both.sin()

@@ -14,6 +14,7 @@ from tokenmill_engine.models.vision.grids import frame_lengths, patch_places
 from tokenmill_engine.models.vision.packed import PackedRuns
 from tokenmill_engine.models.vision.qwen import checked_grid, turned_by_place
 from tokenmill_engine.mrope import Grid
+from tokenmill_engine.sampling.transfer import to_device
 
 _NAMES = LayerNames("norm1", "attn", ("qkv",), "proj", "norm2")
 _MLP_NAMES = ("linear_fc1", "linear_fc2")
@@ -99,7 +100,8 @@ class Qwen3Vision:
         pixels = torch.cat([image.pixel_values for image in images]).to(self._device, self._dtype)
         x = self._patches(pixels)
         x = x + self._stretched(grids).to(x.dtype)
-        rotation, runs = turned_by_place(grids, config, self._device), PackedRuns(frame_lengths(grids), self._device)
+        rotation = turned_by_place(grids, config, self._device)
+        runs = PackedRuns(frame_lengths(grids), self._device, self._dtype)
         deep = []
         for index, layer in enumerate(self._layers):
             x = layer(x, runs, rotation)
@@ -111,11 +113,11 @@ class Qwen3Vision:
     def _stretched(self, grids: Sequence[Grid]) -> torch.Tensor:
         """The learned square, stretched over each image: float32 [num_patches, hidden_size], between the four nearest
         places of the square."""
-        places = torch.from_numpy(patch_places(grids, self._config.spatial_merge_size)).to(self._device)
+        places = to_device(patch_places(grids, self._config.spatial_merge_size), self._device)
         sizes = torch.tensor([grid[1:] for grid in grids]).repeat_interleave(
             torch.tensor([time * height * width for time, height, width in grids]), dim=0
         )
-        steps = (sizes.to(self._device) - 1).clamp(min=1)
+        steps = to_device((sizes - 1).clamp(min=1).numpy(), self._device)
         wanted = places.float() * (self._side - 1) / steps
         below = wanted.floor()
         above_share, low = wanted - below, below.long()

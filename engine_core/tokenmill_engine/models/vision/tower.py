@@ -82,7 +82,7 @@ class VisionTower:
                 raise ValueError(f"the encoder sees pixels {list(shape)}, not {list(image.pixel_values.shape)}")
         x = self._embed(torch.stack([image.pixel_values for image in images]).to(self._device, self._dtype))
         count, length = x.shape[:2]
-        runs = PackedRuns([length] * count, self._device)
+        runs = PackedRuns([length] * count, self._device, self._dtype)
         states = x.flatten(0, 1)
         wanted = {0: states}
         for index, layer in enumerate(self._layers):
