@@ -120,6 +120,7 @@ CASES = [
     (["--max-video-duration", "60"], "media.max_video_duration_s", 60.0),
     (["--video-decode-timeout", "5"], "media.video_decode_timeout_s", 5.0),
     (["--mm-encoder-tp-mode", "data"], "model.encoder_mode", "data"),
+    (["--skip-mm-profiling"], "cache.skip_mm_profiling", True),
     (["--allowed-media-domains", "a.example", "B.example"], "media.allowed_domains", ("a.example", "b.example")),
     (["--allowed-local-media-path", "/"], "media.local_path", "/"),
     (["--media-loading-threads", "3"], "media.loading_threads", 3),
