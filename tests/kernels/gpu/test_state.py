@@ -1,5 +1,7 @@
 """Kernels over device-resident request state, in the interpreter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -148,3 +150,23 @@ def test_tokens_are_reported_in_turn(num_samples: int) -> None:
     others = [entry for entry in range(num_entries) if entry != index]
     assert (reports[others] == -5).all()
     assert tables.num_computed[0] == 6
+
+
+def test_positions_are_indexes_and_what_a_slot_adds() -> None:
+    """Where the keys and values go, and which tokens are read, follows from the indexes."""
+    tables, rows = make_tables({4: 30, 0: 10, 7: 3}), make_rows([4, 0, 7, -1], [2, 5, 1, 0])
+    deltas = torch.full((NUM_SLOTS,), 1 << 20, dtype=torch.int32)
+    deltas[torch.tensor([4, 0, 7])] = int32(-9, 0, 2)
+    table = torch.randint(0, 1 << 20, (2, NUM_SLOTS, MAX_LEN // BLOCK_SIZE), dtype=torch.int32)
+    results = []
+    for given in (replace(tables, position_deltas=deltas), tables):
+        out = StepTokens(*(torch.full((size,), -7, dtype=torch.int32) for size in (10, 10, 4)))
+        groups = [GroupBlocks(each, torch.full_like(each[:4], -7), torch.full((10,), 9)) for each in table]
+        expand(given, rows, BLOCK_SIZE, out, groups)
+        results.append((out, groups))
+    (moved, groups), (plain, plain_groups) = results
+    assert moved.positions.tolist() == [21, 22, 10, 11, 12, 13, 14, 5, 0, 0]
+    assert plain.positions.tolist() == [30, 31, 10, 11, 12, 13, 14, 3, 0, 0]
+    assert torch.equal(moved.input_ids, plain.input_ids)
+    for ours, theirs in zip(groups, plain_groups, strict=True):
+        assert torch.equal(ours.slots, theirs.slots)
