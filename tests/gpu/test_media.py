@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from tests.engine_core.engine.test_images import Subject, subject_of
+from tests.engine_core.engine.test_images import LARGER_SETTINGS, SETTINGS, Subject, subject_of
 from tests.support.device_waits import refuse_synchronization
 from tests.support.image_engine import ImageEngine, items_of
 from tests.support.media_forward import MediaPrompt, Reference, num_placeholders, random_image
@@ -33,8 +33,9 @@ from tokenmill_engine.worker.worker import Worker
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-WORKERS = [(family, eager) for family in FAMILIES for eager in (False, True) if not eager or family != "llava_siglip"]
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_EAGER = ("llava", "qwen2_5_vl", "qwen3_vl")
+WORKERS = [(family, eager) for family in FAMILIES for eager in (False, True) if not eager or family in _EAGER]
 _FIRST_ENTRIES = itertools.count(0, 10_000)
 NUM_BLOCKS, BLOCK_SIZE, BUDGET, NUM_OUTPUT = 200, 16, 256, 8
 GRIDS = ((1, 4, 6), (1, 10, 2), (1, 6, 6), (1, 2, 2), (1, 20, 34))
@@ -114,20 +115,14 @@ def answers_of(subject: Subject) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("family", "eager"), WORKERS)
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {},
-        {"max_num_batched_tokens": 11},
-        {"max_num_batched_tokens": 7, "async_scheduling": False},
-        {"max_num_batched_tokens": 32, "max_num_encoder_tokens": 16, "encoder_cache_tokens": 12},
-        {"max_num_batched_tokens": 16, "disable_chunked_mm_input": True},
-    ],
-    ids=["all-at-once", "small-chunks", "one-by-one", "small-cache", "whole-images"],
-)
-def test_answers_are_those_of_transformers(family: MediaFamily, eager: bool, limits: dict[str, Any]) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_answers_are_those_of_transformers(family: MediaFamily, eager: bool, setting: str) -> None:
     subject = subject_of(family)
-    engine, _ = make_engine(family, eager, **limits)
+    settings = SETTINGS | (LARGER_SETTINGS if subject.media.views is not None else {})
+    names = ("max_num_encoder_tokens", "encoder_cache_tokens", "disable_chunked_mm_input", "async_scheduling")
+    limits = {name: getattr(settings[setting], name) for name in names}
+    budget = min(settings[setting].max_num_batched_tokens, BUDGET)
+    engine, _ = make_engine(family, eager, max_num_batched_tokens=budget, **limits)
     for _ in range(2):  # The second time from the prefix cache.
         assert engine.ask(subject.prompts) == answers_of(subject)
     assert any(engine.cached.values())
@@ -170,7 +165,7 @@ def test_preempted_requests_are_answered_the_same(family: MediaFamily, eager: bo
     expected = roomy.ask(asked, 3 * NUM_OUTPUT)
     assert roomy.core.scheduler.counters.num_preemptions == 0
     assert tuple(expected[1][:NUM_OUTPUT]) == subject.answers[5]
-    engine, _ = make_engine(family, eager, num_blocks=5, max_num_batched_tokens=32)
+    engine, _ = make_engine(family, eager, num_blocks=6 if subject.media.views else 5, max_num_batched_tokens=32)
     assert engine.ask(asked, 3 * NUM_OUTPUT) == expected
     assert engine.core.scheduler.counters.num_preemptions > 0
 
