@@ -172,7 +172,7 @@ class CudaBackend:
         if result.lost_entries:
             raise StartupError(
                 f"the encoder runs out of device memory on the largest image, of {plan.starts[0].media[0].num_tokens} "
-                "tokens; lower --max-model-len, or pass --skip-mm-profiling and send smaller images"
+                "tokens; lower --max-num-encoder-input-tokens, or pass --skip-mm-profiling and send smaller images"
             )
         return self._steps.media.max_bytes
 
