@@ -1,9 +1,10 @@
 """A worker's process with a fault: the real one, except that one of its ranks, or all, does something else once.
 
-`WORKER_FAULT` says what, as `RANK MOMENT DEED`: rank a number or `all`; moment `import`, `start`, or a number of plans
-that it carries out before; deed one of
+`WORKER_FAULT` says what, as `RANK MOMENT DEED`: rank a number or `all`; moment `import`, `start`, `encode`, in the
+encoder with the first image that it has a part in, or a number of plans that it carries out before; deed one of
 
     raise   an error that is the same for all ranks
+    starve  another one: no memory
     differ  an error that is not
     lose    an EngineDeadError, as when the device is lost
     refuse  a StartupError
@@ -28,8 +29,27 @@ def main() -> None:
     if who in ("all", str(rank)):
         if moment == "import":
             do(deed, rank)
-        replace_worker(rank, moment, deed)
+        if moment == "encode":
+            replace_encoder(rank, deed)
+        else:
+            replace_worker(rank, moment, deed)
     process.main()
+
+
+def replace_encoder(rank: int, deed: str) -> None:
+    from tokenmill_engine.models.media_decoder import MediaDecoder
+
+    encode = MediaDecoder.encode
+    has_failed = False
+
+    def faulty_encode(model: MediaDecoder, images: Any) -> Any:
+        nonlocal has_failed
+        if has_failed:
+            return encode(model, images)
+        has_failed = True
+        do(deed, rank)
+
+    MediaDecoder.encode = faulty_encode  # type: ignore[method-assign]
 
 
 def replace_worker(rank: int, moment: str, deed: str) -> None:
@@ -65,6 +85,8 @@ def do(deed: str, rank: int) -> NoReturn:
             signal.pause()
     if deed == "exit":
         os._exit(7)
+    if deed == "starve":
+        raise RuntimeError("out of memory")
     if deed == "refuse":
         raise StartupError(f"rank {rank} has not enough of everything; use --less")
     if deed == "lose":

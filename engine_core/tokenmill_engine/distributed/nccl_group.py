@@ -71,8 +71,8 @@ class NcclGroup:
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        """Nothing goes through NCCL meanwhile: results have their shape and any values. For calls that are made to see
-        which kernels they launch, and whose launches compute nothing."""
+        """Nothing goes through NCCL or to the host's others meanwhile: results have their shape and any values. For
+        calls that are made to see which kernels they launch, and whose launches compute nothing."""
         self._is_silent = True
         try:
             yield
@@ -107,7 +107,7 @@ class NcclGroup:
         return gathered.transpose(0, 1).reshape(num_rows, self.size * width)
 
     def agree_min(self, value: int) -> int:
-        return self._host.agree_min(value)
+        return value if self._is_silent else self._host.agree_min(value)
 
     def _sum_by_nccl(self, x: torch.Tensor) -> torch.Tensor:
         if not self._is_silent:

@@ -150,6 +150,7 @@ def test_in_silence_nothing_is_said_through_nccl() -> None:
         assert member.group.all_gather(torch.ones(9, 16)).shape == (9, 32)
         normed, stream = member.group.add_rms_norm(torch.ones(9, 16), None, torch.ones(16), 1e-5)
         assert normed.shape == stream.shape == (9, 16)
+        assert member.group.agree_min(7) == 7
     assert member.library.shapes == []
     assert host.calls == []
 

@@ -1,7 +1,7 @@
 """Images on their way to workers in processes of their own: answers are those of a worker in this process."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.config.parallel import ParallelConfig
+from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.multiproc import MultiprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
@@ -160,3 +161,36 @@ def test_an_image_that_cannot_be_encoded_fails_its_row_alone_whichever_worker_ha
             assert result.lost_entries == (entry,)
             assert result.num_new.tolist() == [1, 0]
             assert result.token_ids[0].tolist() == expected.token_ids[0].tolist()
+
+
+@pytest.mark.parametrize("mode", ["weights", "data"])
+def test_an_encoder_that_fails_on_one_of_two_workers_ends_or_harms_nobody_else(
+    mode: EncoderMode, fault: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In parts, the other one waits for what will never come: then no step can follow."""
+    fault("1 encode starve")
+    with workers(tmp_path, config_of("qwen2_vl", ParallelConfig(2, executor="mp"), mode)) as engine:
+        asked = prompts(engine)
+        if mode == "weights":
+            engine.add(asked[0])
+            with pytest.raises(EngineDeadError, match=r"^worker 0.1: step \d+ failed: RuntimeError: out of memory$"):
+                engine.run()
+            return
+        first = engine.add(asked[1])
+        other = engine.add(asked[2])
+        engine.run()
+        assert engine.errors == {first: "an image of this request could not be encoded"}
+        assert engine.tokens[other] == expected("qwen2_vl")[2]
+        assert engine.ask(asked[:2]) == expected("qwen2_vl")[:2]
+
+
+def test_an_encoder_that_fails_on_all_workers_alike_fails_the_step(
+    fault: Callable[[str], Path], tmp_path: Path
+) -> None:
+    fault("all encode starve")
+    with workers(tmp_path, config_of("llava", ParallelConfig(2, executor="mp"))) as engine:
+        asked = prompts(engine)
+        failed = engine.add(asked[0])
+        engine.run()
+        assert "out of memory" in (engine.errors[failed] or "")
+        assert engine.ask(asked) == expected("llava")
