@@ -1,7 +1,7 @@
 """A worker's process with a fault: the real one, except that one of its ranks, or all, does something else once.
 
 `WORKER_FAULT` says what, as `RANK MOMENT DEED`: rank a number or `all`; moment `import`, `start`, `encode`, in the
-encoder with the first image that it has a part in, or a number of plans that it carries out before; deed one of
+encoder with the first image behind the start, or a number of plans that it carries out before; deed one of
 
     raise   an error that is the same for all ranks
     starve  another one: no memory
@@ -38,18 +38,25 @@ def main() -> None:
 
 def replace_encoder(rank: int, deed: str) -> None:
     from tokenmill_engine.models.media_decoder import MediaDecoder
+    from tokenmill_engine.worker.worker import Worker
 
-    encode = MediaDecoder.encode
-    has_failed = False
+    initialize, encode = Worker.initialize, MediaDecoder.encode
+    is_due = False
+
+    def watched_initialize(worker: Worker) -> Any:
+        nonlocal is_due
+        capacity = initialize(worker)
+        is_due = True
+        return capacity
 
     def faulty_encode(model: MediaDecoder, images: Any) -> Any:
-        nonlocal has_failed
-        if has_failed:
-            return encode(model, images)
-        has_failed = True
-        do(deed, rank)
+        nonlocal is_due
+        if is_due:
+            is_due = False
+            do(deed, rank)
+        return encode(model, images)
 
-    MediaDecoder.encode = faulty_encode  # type: ignore[method-assign]
+    Worker.initialize, MediaDecoder.encode = watched_initialize, faulty_encode  # type: ignore[method-assign]
 
 
 def replace_worker(rank: int, moment: str, deed: str) -> None:

@@ -19,6 +19,8 @@ class EncoderShare:
 
     group: Group = ALONE
     mode: EncoderMode = "weights"
+    has_views: bool = False
+    """Grids of images count views of one size, instead of patches."""
 
     @property
     def rank(self) -> int:
@@ -36,7 +38,13 @@ class EncoderShare:
         if self.is_joint:
             return [image.entry % size for image in images]
         first = images[0].entry if images else 0
-        return split_evenly([num_patches(image) for image in images], size, first)
+        return split_evenly([self._cost(image) for image in images], size, first)
+
+    def _cost(self, image: EncoderInput) -> int:
+        """What encoding an image takes, next to others of the same model: its patches, or its views."""
+        if image.grid is None:
+            return image.num_tokens
+        return image.grid[0] if self.has_views else math.prod(image.grid)
 
     def computes(self, keeper: int) -> bool:
         """Whether this worker has a part in encoding an image whose rows `keeper` keeps."""
@@ -45,11 +53,6 @@ class EncoderShare:
     def are_ready(self, is_ready: bool) -> bool:
         """Whether all that compute the next image can. Who computes together is asked by all at once."""
         return self.group.agree_min(is_ready) == 1 if self.is_joint else is_ready
-
-
-def num_patches(image: EncoderInput) -> int:
-    """What encoding it costs, next to other images of the same model."""
-    return image.num_tokens if image.grid is None else math.prod(image.grid)
 
 
 def split_evenly(costs: Sequence[int], size: int, first: int = 0) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.image_engine import BLOCK_SIZE, ImageEngine, image_config
 from tests.support.media_forward import MediaPrompt, prompt, random_image
 from tests.support.media_items import make_pixels, with_values
-from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
+from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model, is_qwen
 from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.config.parallel import ParallelConfig
@@ -24,8 +24,7 @@ from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 
 pytestmark = pytest.mark.slow
 
-FAMILIES: tuple[MediaFamily, ...] = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-HEADS = {"llava": "num_attention_heads", "qwen2_vl": "num_heads", "qwen2_5_vl": "num_heads", "qwen3_vl": "num_heads"}
+FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SCHEDULER = SchedulerConfig(explicit_budget=True, max_num_batched_tokens=16, encoder_cache_tokens=20)
 """Prompts and images are computed in chunks."""
 SMALL_RING_BYTES = 4096
@@ -52,13 +51,15 @@ def config_of(
     """`num_heads` of the encoder and the decoder, with 8 and 16 numbers each."""
     width = 16 * num_heads
     text = {"hidden_size": width, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-    vision: dict[str, int] = {"hidden_size": 8 * num_heads, HEADS[family]: num_heads}
+    vision: dict[str, int] = {"hidden_size": 8 * num_heads}
+    vision["num_heads" if is_qwen(family) else "num_attention_heads"] = num_heads
     if family == "qwen2_vl":
         vision |= {"embed_dim": 8 * num_heads, "hidden_size": width}
-    elif family != "llava":
+    elif is_qwen(family):
         vision |= {"out_hidden_size": width}
     folder = cached_tiny_media_model(family, text_config=text | {"intermediate_size": 96}, vision_config=vision)
-    config = image_config(folder, SCHEDULER, parallel=parallel or ParallelConfig(), **changes)
+    scheduler = replace(SCHEDULER, encoder_cache_tokens=48) if family == "llava_onevision" else SCHEDULER
+    config = image_config(folder, scheduler, parallel=parallel or ParallelConfig(), **changes)
     return replace(config, model=replace(config.model, encoder_mode=mode))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.thread_group import ThreadGroup, on_every_rank, thread_groups
 from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.outputs import EncoderInput
-from tokenmill_engine.worker.encoder_shares import EncoderShare, num_patches, split_evenly
+from tokenmill_engine.worker.encoder_shares import EncoderShare, split_evenly
 
 
 def image(entry: int, grid: tuple[int, int, int] | None) -> EncoderInput:
@@ -52,7 +52,7 @@ def test_all_workers_agree_and_each_image_is_encoded_once() -> None:
     assert all(share.keepers(images) == keepers for share in shares)
     for keeper in keepers:
         assert sum(share.computes(keeper) for share in shares) == 1
-    patches = loads([num_patches(each) for each in images], keepers, 3)
+    patches = loads([4 * size for size in (9, 1, 4, 4, 2, 8, 1)], keepers, 3)
     assert max(patches) - min(patches) <= 4
 
 
@@ -75,5 +75,9 @@ def is_ready(mode: EncoderMode, ready: bool, group: ThreadGroup) -> bool:
     return EncoderShare(group, mode).are_ready(ready and group.rank == 0)
 
 
-def test_images_of_one_size_cost_their_tokens() -> None:
-    assert num_patches(image(0, None)) == 4
+def test_images_of_one_size_cost_the_same_and_others_as_many_views_as_they_have() -> None:
+    group = thread_groups(2)[0]
+    assert EncoderShare(group, "data").keepers([image(entry, None) for entry in range(4)]) == [0, 1, 0, 1]
+    small_in_many, large, larger = image(0, (5, 30, 30)), image(1, (2, 900, 900)), image(2, (3, 800, 900))
+    views = EncoderShare(group, "data", has_views=True)
+    assert views.keepers([large, small_in_many, larger]) == [0, 1, 0]
