@@ -1,21 +1,19 @@
 """Chats with images over HTTP and through `LLM`, with tiny models of each family, against transformers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 
 from tests.e2e.conftest import TINY_FLAGS
 from tests.support.image_chats import ImageOracle
+from tests.support.image_serving import COUNT, Served, body
 from tests.support.media_host import answer, media_host
 from tests.support.pictures import data_url, encoded, noise
-from tests.support.server import Server, start_server
+from tests.support.server import start_server
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill import LLM, SamplingParams
 
@@ -24,44 +22,6 @@ pytestmark = pytest.mark.slow
 FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SMALL_STEPS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
 """Prompts are computed in pieces that end within images."""
-COUNT = 12
-Pixels = NDArray[np.uint8]
-
-
-@dataclass
-class Served:
-    """A server and what its model should say."""
-
-    server: Server
-    oracle: ImageOracle
-
-    def check(self, *parts: str | Pixels, **fields: Any) -> dict[str, Any]:
-        """The reply to parts of a message, which is transformers' own."""
-        reply = self.ask(body(*parts, **fields))
-        self.check_reply(reply, [part for part in parts if not isinstance(part, str)])
-        return reply
-
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        response = self.server.http.post("/v1/chat/completions", json=asked)
-        assert response.status_code == 200, response.text
-        reply: dict[str, Any] = response.json()
-        return reply
-
-    def check_reply(self, reply: dict[str, Any], images: Sequence[Pixels]) -> None:
-        for choice in reply["choices"]:
-            assert len(choice["token_ids"]) == COUNT
-            assert choice["token_ids"] == self.oracle.greedy(reply["prompt_token_ids"], images, choice["token_ids"])
-
-
-def body(*parts: str | Pixels, **fields: Any) -> dict[str, Any]:
-    content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": data_url(encoded(part))}}
-        for part in parts
-    ]
-    options = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "return_token_ids": True}
-    return {"messages": [{"role": "user", "content": content}], **options, **fields}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
