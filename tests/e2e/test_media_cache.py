@@ -58,7 +58,7 @@ def serve(folder: Path, oracle: ImageOracle, *flags: str) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def served(folder: Path, oracle: ImageOracle) -> Iterator[Served]:
     """One API server and one engine core: the former has keys, the latter what they stand for."""
-    yield from serve(folder, oracle)
+    yield from serve(folder, oracle, "--image-fetch-timeout", "600")
 
 
 @pytest.fixture(scope="module", params=["keys", "items", "nowhere"])

@@ -166,7 +166,7 @@ async def test_who_comes_while_it_is_prepared_waits_for_it(server: Server, monke
     loaded = [(await task)[0].item for task in tasks[1:]]
     assert all(each == fresh(noise(40, 60)) for each in loaded)
     assert server.num_prepared == 1
-    assert server.lookups == [True] * 6
+    assert (len(server.lookups), server.lookups.count(False)) in ((6, 0), (6, 1))  # whoever began may have left
 
 
 async def test_who_has_it_in_hand_shares_it_until_it_is_sent(keys: Server) -> None:
