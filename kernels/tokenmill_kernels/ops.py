@@ -43,6 +43,7 @@ __all__ = [
     "prepare_linears",
     "rms_norm",
     "rotary_kv_write",
+    "rotate_rows",
     "silu_mul",
 ]
 
@@ -149,6 +150,17 @@ def rotary_kv_write(
         _gpu().rotary.rotary_kv_write(*inputs, k_scale=k_scale, v_scale=v_scale, early=early)
     else:
         cpu.rotary_kv_write(*inputs, k_scale=k_scale, v_scale=v_scale)
+
+
+def rotate_rows(
+    q: torch.Tensor, k: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k [T, H, D] turned by halves (as in GPT-NeoX), row t by the angles whose cosines and sines are row t of
+    float32 [T, D / 2]. q and k may be overwritten, and may be strided views of one tensor."""
+    if q.is_cuda:
+        _gpu().rotary.rotate_rows(q, k, cosines, sines)
+        return q, k
+    return reference.rotate_rows(q, k, cosines, sines)
 
 
 def plan_attention(

@@ -47,6 +47,19 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> t
     return rotated.to(x.dtype)
 
 
+def rotate_rows(
+    q: torch.Tensor, k: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of q and k by its own angles, rounded once."""
+    cos, sin = cosines[:, None], sines[:, None]
+
+    def turned(heads: torch.Tensor) -> torch.Tensor:
+        first, second = heads.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+    return turned(q), turned(k)
+
+
 def rotary_kv_write(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -14,9 +14,10 @@ import triton
 from torch.nn import functional as F
 
 from tests.engine_core.engine.test_images import LARGER_SETTINGS, SETTINGS, Subject, subject_of
+from tests.engine_core.engine.test_videos import film
 from tests.support.device_waits import refuse_synchronization
 from tests.support.image_engine import ImageEngine, items_of
-from tests.support.media_forward import MediaPrompt, Reference, num_placeholders, random_image
+from tests.support.media_forward import MediaPrompt, Reference, num_placeholders, prompt, random_image
 from tests.support.model_loading import model_config
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
@@ -129,6 +130,22 @@ def test_answers_are_those_of_transformers(family: MediaFamily, eager: bool, set
     assert engine.errors == {}
 
 
+@pytest.mark.parametrize("budget", [BUDGET, 11])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_answers_about_videos_are_those_of_transformers(family: MediaFamily, budget: int) -> None:
+    subject = subject_of(family)
+    media = subject.media
+    prompts = [
+        prompt(media, [4, *film(media, 3, 4, 6, seed=0), 2], seed=1),
+        prompt(media, [2, random_image(media, (1, 4, 4), 9), 3, *film(media, 2, 6, 2, seed=20), 4], seed=2),
+        prompt(media, [6], seed=3),
+    ]
+    reference = Reference(cached_tiny_media_model(family), media)
+    expected = [reference.greedy(text, NUM_OUTPUT) for text in prompts]
+    engine, _ = make_engine(family, max_num_batched_tokens=budget)
+    assert engine.ask(prompts) == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_steps_that_look_at_images_have_no_graph(family: MediaFamily, replayed: list[Hashable]) -> None:
     """And a text that goes on beside a prompt with images is its own."""
@@ -235,7 +252,7 @@ def test_bfloat16_agrees_with_float32_where_the_answer_is_clear(family: MediaFam
     prompts = [*subject.prompts, *prompts_of(subject, GRIDS)]
     engine, _ = make_engine(family, False, "bfloat16")
     first = [tokens[0] for tokens in engine.ask(prompts, 1)]
-    top = [reference.logits(prompt)[-1].topk(2) for prompt in prompts]
+    top = [reference.logits(text)[-1].topk(2) for text in prompts]
     clear = [float(each.values[0] - each.values[1]) > 0.2 for each in top]
     assert sum(clear) >= len(clear) // 2
     wrong = [index for index, each in enumerate(top) if clear[index] and int(each.indices[0]) != first[index]]

@@ -58,7 +58,7 @@ SAMPLED = (
 CHUNKS: tuple[tuple[int, ...], ...] = ((2,), (5,), (17,), (40,), (65,), (130,), (500, 500), (12,) * 40)
 NUM_DECODES = (0, 1, 9, 48, 60)
 MROPE: tuple[MediaFamily, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-MEDIA_FAMILIES: tuple[MediaFamily, ...] = ("llava", *MROPE)
+MEDIA_FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_onevision", *MROPE)
 IMAGE_SIZES = (1, 2, 3, 5, 9, 15, 17, 33, 40, 64, 65, 130)
 """Tokens."""
 

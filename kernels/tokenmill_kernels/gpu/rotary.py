@@ -1,5 +1,5 @@
 """Rotary embedding of queries and keys, with the optional norm per head before it and the write to the KV cache
-after it, in one pass over q, k and v."""
+after it, in one pass over q, k and v; or the rotation alone, by angles that each row has of its own."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch
@@ -116,6 +116,49 @@ def _rotary_kv_write_kernel(
         keep = cached & (v_dims < head_dim)
         v = tl.load(v_ptr + token * v_token_stride + heads * v_head_stride + v_dims, mask=keep, other=0.0)
         _store_cached(v_cache_ptr + cache_heads, v_dims, v, keep, v_scale, v_scale_is_pointer)
+
+
+@triton.jit
+def _rotate_rows_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, k_row_stride, k_head_stride, cos_stride, sin_stride,
+    num_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, half_block: tl.constexpr,
+    heads_per_program: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Row program_id(0), a group of heads program_id(1), of q and of k."""
+    wait_for_inputs(pdl)
+    let_dependents_start(pdl)
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * heads_per_program + tl.arange(0, heads_per_program)[:, None]
+    inside = heads < num_heads
+    dims = tl.arange(0, half_block)[None, :]
+    cos = tl.load(cos_ptr + row * cos_stride + dims, mask=dims < half, other=0.0)
+    sin = tl.load(sin_ptr + row * sin_stride + dims, mask=dims < half, other=0.0)
+    _rotate_heads(
+        q_ptr + row * q_row_stride + heads * q_head_stride, None, None, False, inside, inside, cos, sin, None, 0.0,
+        head_dim, half, half_block, 0,
+    )  # fmt: skip
+    _rotate_heads(
+        k_ptr + row * k_row_stride + heads * k_head_stride, None, None, False, inside, inside, cos, sin, None, 0.0,
+        head_dim, half, half_block, 0,
+    )  # fmt: skip
+
+
+def rotate_rows(q: torch.Tensor, k: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    """As `tokenmill_kernels.ops.rotate_rows`, in place."""
+    num_rows, num_heads, head_dim = q.shape
+    assert q.shape == k.shape
+    assert q.stride(2) == k.stride(2) == cosines.stride(1) == sines.stride(1) == 1
+    heads_per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    _rotate_rows_kernel[(num_rows, triton.cdiv(num_heads, heads_per_program))](
+        q, k, cosines, sines, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cosines.stride(0), sines.stride(0),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        half=head_dim // 2,
+        half_block=triton.next_power_of_2(head_dim // 2),
+        heads_per_program=heads_per_program,
+        num_warps=_NUM_WARPS,
+        **launch_options(q.device),
+    )  # fmt: skip
 
 
 def rotary_kv_write(

@@ -70,7 +70,7 @@ def test_rehearsed_requests_keep_to_one_block() -> None:
         (100, 2048, "eager", "shared"),
         (100, 2048, "graphs", "qwen2_5_vl"),
         (100, 512, "eager", "qwen3_vl"),
-        (2, 512, "graphs", "llava"),
+        (2, 512, "graphs", "llava_onevision"),
     ],
 )
 def test_no_step_launches_a_kernel_that_was_not_rehearsed(

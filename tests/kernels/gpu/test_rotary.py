@@ -5,7 +5,7 @@ import torch
 
 from tests.support.kernel_inputs import PagedShape, assert_near, cos_sin_table, fused_qkv
 from tokenmill_kernels import ops, reference
-from tokenmill_kernels.gpu.rotary import rotary_kv_write
+from tokenmill_kernels.gpu.rotary import rotary_kv_write, rotate_rows
 
 POSITIONS = torch.tensor([0, 5, 99, 31, 7], dtype=torch.int32)
 SLOTS = torch.tensor([3, -1, 40, 17, 0])
@@ -82,3 +82,18 @@ def test_eight_bit_cache(dtype: torch.dtype, as_tensor: bool) -> None:
                 assert torch.equal(v_cache[slot // 16, slot % 16].float() * v_scale, limited)
         assert torch.equal(k_cache.float(), reference_caches[0].float())
         assert torch.equal(v_cache.float(), reference_caches[1].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(16, 80), (2, 16), (9, 72), (1, 128)])
+def test_rows_turn_by_angles_of_their_own(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Queries and keys of one product, in place; the values beside them stay."""
+    qkv = torch.randn(7, 3, num_heads, head_dim).to(dtype)
+    angles = 9 * torch.rand(7, head_dim // 2)
+    before = qkv.clone()
+    rotate_rows(qkv[:, 0], qkv[:, 1], angles.cos(), angles.sin())
+    expected = reference.rotate_rows(before[:, 0], before[:, 1], angles.cos(), angles.sin())
+    assert_near(qkv[:, 0], expected[0])
+    assert_near(qkv[:, 1], expected[1])
+    assert torch.equal(qkv[:, 2], before[:, 2])
+    assert (qkv[:, :2] != before[:, :2]).float().mean() > 0.9

@@ -139,7 +139,7 @@ class LayerNames:
 
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, float32 [num_rows, 1, head_dim]."""
+"""Cosines and sines, float32 [num_rows, head_dim / 2]."""
 
 
 class EncoderLayer:
@@ -191,7 +191,7 @@ class EncoderLayer:
         """[num_rows, width] -> the same. Rows attend within their run."""
         q, k, v = self._qkv(self._first_norm(x)).view(len(x), 3, self._num_heads, -1).unbind(1)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = ops.rotate_rows(q, k, *rotation)
         x = x + _total(self._output(runs.attend(q, k, v)), self._group)
         return x + self._mlp(self._second_norm(x))
 
@@ -205,11 +205,3 @@ def _inner_share(inner: int, placement: Placement) -> Share:
 def _total(part: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of what all workers have of it. May overwrite `part`."""
     return part if group.size == 1 else group.all_reduce(part)
-
-
-def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """[num_rows, num_heads, head_dim], turned in float32 by halves (arXiv:2104.09864)."""
-    cosines, sines = rotation
-    values = heads.float()
-    first, second = values.chunk(2, dim=-1)
-    return (values * cosines + torch.cat((-second, first), dim=-1) * sines).to(heads.dtype)

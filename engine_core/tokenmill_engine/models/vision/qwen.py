@@ -118,7 +118,6 @@ def turned_by_place(grids: Sequence[Grid], config: VisionConfig, device: torch.d
     """The first half of each head's frequencies turns with the row of a patch, the second with its column."""
     half = config.head_dim // 2
     frequencies = 1.0 / (_THETA ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
-    places = torch.from_numpy(patch_places(grids, config.spatial_merge_size))
-    angles = to_device((places[:, :, None] * frequencies).flatten(1).numpy(), device)
-    both = torch.cat((angles, angles), dim=-1)[:, None]
-    return both.cos(), both.sin()
+    places = to_device(patch_places(grids, config.spatial_merge_size), device)
+    angles = (places[:, :, None] * to_device(frequencies.numpy(), device)).flatten(1)
+    return angles.cos(), angles.sin()
