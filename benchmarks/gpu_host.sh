@@ -19,7 +19,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 wheels=(fastapi starlette opentelemetry-api pydantic pydantic-core annotated-types typing-inspection typing-extensions uvicorn
-        httptools pyzmq msgspec gguf
+        httptools pyzmq msgspec gguf pillow blake3 av
         setproctitle pytest-asyncio)
 scratch=${SCRATCH:-/tmp/tokenmill}
 
@@ -63,9 +63,10 @@ bandwidth() { # of one card in GB/s, as its maker states it
 compare() {
   local group=$1 peer=$2 output=$3
   unpack "$peer"
+  [ "$group" != media7b ] || python3 -m benchmarks.media_shapes vl7b "$scratch/models/vl7b"
   nvidia-smi --query-gpu=name,driver_version,power.limit,clocks.max.sm --format=csv
   python3 -m tokenmill bench compare --group "$group" --model-8b "$scratch/models/l8b" --model-1b "$scratch/models/l1b" \
-    --model-70b "$scratch/models/l70b" --memory-bandwidth "$(bandwidth)" \
+    --model-70b "$scratch/models/l70b" --model-vl7b "$scratch/models/vl7b" --memory-bandwidth "$(bandwidth)" \
     --peer-python python3 --peer-env-file benchmarks/vllm.env \
     --peer-env PYTHONPATH="$scratch/peer" PYTHONPYCACHEPREFIX="$scratch/pycache" VLLM_CACHE_ROOT="$scratch/cache" \
     --output "$output/$group" "${@:4}"

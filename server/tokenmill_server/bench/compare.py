@@ -76,7 +76,8 @@ class Compare:
     group: str
     """A key of `compare_groups.GROUPS`."""
     models: dict[str, Path]
-    """Folders or GGUF files of `8b`, `1b` and `70b`; where sizes are divided, the embedded model stands in."""
+    """Folders or GGUF files by the names of `ModelPlan`; where sizes are divided, the embedded model stands in for all
+    that do not look at images."""
     peer: Peer | None
     output: Path
     rounds: int = 3
@@ -164,6 +165,10 @@ def _read_model(compare: Compare, key: str) -> Model:
     """Raises: ConfigError."""
     path = compare.models.get(key)
     if path is None:
+        if key.startswith("vl"):
+            raise ConfigError(
+                f"--group {compare.group} needs --model-{key}: `python -m benchmarks.media_shapes` makes one"
+            )
         if compare.divisor == 1:
             raise ConfigError(f"--group {compare.group} needs --model-{key}: {_MODEL_KINDS}; not with --shrink")
         path = embedded_model_path()
@@ -270,8 +275,9 @@ class _Turns:
             with started_driver(program, log, model, deadline) as driver:
                 yield driver
             return
-        prompts = ["--prompt-format", compare.prompt_format]
-        prompts += ["--vocab-size", str(model.vocab_size)] if compare.prompt_format == "ids" else []
+        # Chats with images are text.
+        as_ids = compare.prompt_format == "ids" and all(load.image_sizes is None for load in session.loads)
+        prompts = ["--prompt-format", "ids", "--vocab-size", str(model.vocab_size)] if as_ids else []
         options = [*prompts, "--tokenizer", str(model.path), *compare.load_options]
         with started_server(program, log, RunningServer(port, model, _NAME, deadline, options)) as server:
             yield server

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model-8b", type=Path, metavar="PATH", help="folder with config.json and tokenizer, or .gguf; random weights")
     add("--model-1b", type=Path, metavar="PATH", help="the same")
     add("--model-70b", type=Path, metavar="PATH", help="the same. Default of all with --shrink: SmolLM2-135M-Instruct")
+    add("--model-vl7b", type=Path, metavar="PATH", help="one that looks at images; `python -m benchmarks.media_shapes`")
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each load; the table has their median")
     add("--time-limit", type=positive_number, default=520.0, metavar="S", help="fewer rounds where they do not fit")
     add("--select", action="append", default=[], metavar="TEXT", help="only loads with this in their name; repeatable")
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def compare_of(options: argparse.Namespace) -> Compare:
     """Raises: ConfigError."""
     folder = Path(f"compare-{options.group}-{datetime.now():%Y%m%d-%H%M%S}")
-    models = {"8b": options.model_8b, "1b": options.model_1b, "70b": options.model_70b}
+    models = {"8b": options.model_8b, "1b": options.model_1b, "70b": options.model_70b, "vl7b": options.model_vl7b}
     return Compare(
         group=options.group,
         models={key: path for key, path in models.items() if path is not None},

@@ -6,6 +6,7 @@ online1b   a 1B server, where the front end is the limit: default flags, one and
 tp2, tp4   8B through `LLM`, each layer over 2 or 4 devices
 tp4-70b    70B, which needs 4 devices, in the same way
 pp2        an 8B server under long prompts: one device, layers over 2 devices, each layer over 2 devices
+media7b    a 7B server that looks at an image with each prompt: default flags, one and several API servers
 dp2, dp4   8B servers with a copy on each of 2 or 4 devices and as much more load, against one device
 """
 
@@ -39,6 +40,15 @@ _OFFLINE_1B = (
 _CLIENTS_8B = Load("8b 256 clients 1024/128", "serve", 768, 1024, 128, 256, expected_s=29.0)
 _ONLINE_8B = (_CLIENTS_8B, Load("8b 1 client 1024/128", "serve", 8, 1024, 128, 1, expected_s=8.0))
 _ONLINE_1B = (Load("1b 256 clients 128/256", "serve", 2048, 128, 256, 256, expected_s=30.0),)
+_IMAGES_7B = (
+    Load(
+        "vl7b 64 clients 64/128 and an image",
+        "serve",
+        *(256, 64, 128, 64),
+        expected_s=40.0,
+        image_sizes="256x256..2048x2048",
+    ),
+)
 
 
 def _tensor_parallel(size: int, model: str, throughput_s: float, decode_s: float) -> tuple[ModelPlan, ...]:
@@ -83,6 +93,16 @@ GROUPS: dict[str, tuple[ModelPlan, ...]] = {
                 Pairing(_ONLINE_1B),
                 Pairing(_ONLINE_1B, ours=ONE_SERVER, label="ours with 1 API server"),
                 Pairing(_ONLINE_1B, peer=FOUR_SERVERS, label="peer with 4 API servers"),
+            ),
+        ),
+    ),
+    "media7b": (
+        ModelPlan(
+            "vl7b",
+            (
+                Pairing(_IMAGES_7B),
+                Pairing(_IMAGES_7B, ours=FOUR_SERVERS, label="ours with 4 API servers"),
+                Pairing(_IMAGES_7B, peer=FOUR_SERVERS, label="peer with 4 API servers"),
             ),
         ),
     ),

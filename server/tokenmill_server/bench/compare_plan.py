@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tokenmill_server.bench.random_images import parse_sizes
+
 Side = Literal["ours", "peer"]
 Kind = Literal["throughput", "decode", "serve"]
 Cache = Literal["default", "empty", "kept"]
@@ -39,6 +41,8 @@ class Load:
     concurrency: int = 0
     expected_s: float = 8.0
     """What it took on an H100: decides whether another round fits, until the side has run it here."""
+    image_sizes: str | None = None
+    """Sizes as `bench serve --random-mm-sizes` takes them, if a server gets an image with each prompt."""
     warms_up: bool = True
     """Whether a server gets other requests first. Without, all that the engine does meanwhile is the load."""
 
@@ -51,8 +55,13 @@ class Load:
             input_len=max(1, self.input_len // divisor),
             output_len=max(output_len, _MIN_DECODE_OUTPUT_LEN) if self.kind == "decode" else output_len,
             concurrency=max(1, self.concurrency // divisor) if self.kind == "serve" else 0,
+            image_sizes=_shrunk_sizes(self.image_sizes, divisor),
             expected_s=self.expected_s / divisor,
         )
+
+
+def _shrunk_sizes(sizes: str | None, divisor: int) -> str | None:
+    return None if sizes is None else ",".join(str(each.divided(divisor)) for each in parse_sizes(sizes))
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +98,7 @@ class ModelPlan:
     """What a group measures with one model."""
 
     model: str
-    """`8b`, `1b` or `70b`."""
+    """`8b`, `1b`, `70b` or `vl7b`."""
     pairings: tuple[Pairing, ...]
     compares_starts: bool = False
 
@@ -246,6 +255,8 @@ def _pairing_rows(plan: ModelPlan, pairing: Pairing) -> list[Row]:
         else:
             for figure, metric in _SERVE_FIGURES:
                 add(load, load.name, figure, metric)
+            if load.image_sizes is not None:
+                add(load, load.name, "encoder's share of the steps", "encoder_share")
             if pairing.shows_idle:
                 add(load, load.name, "idle share of the slowest stage", "idle_share")
             if pairing.times_first and plan.pairings[0] is not pairing:

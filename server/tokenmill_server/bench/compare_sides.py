@@ -22,6 +22,7 @@ from tokenmill_server.bench.compare_memory import StepBytes
 from tokenmill_server.bench.compare_plan import Load
 from tokenmill_server.bench.compare_process import LoadError, Log, Program, SideError, running_process
 from tokenmill_server.bench.death_signal import die_with_this_process
+from tokenmill_server.bench.image_options import DATASET
 
 Figures = dict[str, float]
 
@@ -36,7 +37,9 @@ _SETTLE_S = 2.0
 _ALIVE_S = 0.5
 """How often somebody who waits for a driver looks whether it still runs."""
 _STEP_SHARE = 0.4
-_STEP_TIMES = re.compile(r"^tokenmill:step_time_seconds_sum\{.*\} (\S+)$", re.MULTILINE)
+_STEP_TIMES, _ENCODER_TIMES = (
+    re.compile(rf"^tokenmill:{name}_time_seconds_sum\{{.*\}} (\S+)$", re.MULTILINE) for name in ("step", "encoder")
+)
 
 
 class Deadline:
@@ -136,7 +139,7 @@ class RunningServer:
     def measure(self, load: Load, seed: int) -> Figures:
         """Runs `tokenmill bench serve`."""
         deadline = self._deadline.step()
-        busy_before_s = self._busy_s(deadline)
+        before = self._spent_s(deadline)
         with tempfile.TemporaryDirectory(prefix="tokenmill-compare-") as folder:
             command = [*self._command(load, seed), "--result-dir", folder, "--result-filename", "result.json"]
             try:
@@ -156,9 +159,13 @@ class RunningServer:
         if result["failed"]:
             raise LoadError(f"{load.name}: {result['failed']} of {load.num_prompts} requests failed: {done.stderr}")
         figures: Figures = {key: value for key, value in result.items() if isinstance(value, int | float)}
-        busy_s = self._busy_s(deadline) - busy_before_s
+        busy_s, encoding_s = (
+            after_s - before_s for after_s, before_s in zip(self._spent_s(deadline), before, strict=True)
+        )
         if busy_s > 0.0 and not load.warms_up:
             figures["idle_share"] = 1.0 - busy_s / figures["duration"]
+        if busy_s > 0.0 and load.image_sizes is not None:
+            figures["encoder_share"] = encoding_s / busy_s
         return figures
 
     def describe(self, load: Load, seed: int) -> str:
@@ -178,15 +185,17 @@ class RunningServer:
             *(sys.executable, "-m", "tokenmill", "bench", "serve", "--base-url", f"http://127.0.0.1:{self._port}"),
             *("--model", self._name, "--ignore-eos", "--disable-tqdm", "--metric-percentiles", "50,90,99"),
             *(word for flag, size in sizes.items() for word in (flag, str(size))),
+            *(() if load.image_sizes is None else ("--dataset-name", DATASET, "--random-mm-sizes", load.image_sizes)),
             *self._load_options,
         ]
 
-    def _busy_s(self, deadline: Deadline) -> float:
-        """Seconds that steps have taken so far, each as long as its slowest stage was at it, on average over engine
-        cores; 0 where the server does not tell."""
+    def _spent_s(self, deadline: Deadline) -> tuple[float, float]:
+        """Seconds that steps have taken so far, each as long as its slowest stage was at it, and that they encoded
+        media in; on average over engine cores, 0 where the server does not tell."""
         page = self._ask("GET", "/metrics", deadline).body.decode(errors="replace")
-        times_s = [float(each) for each in _STEP_TIMES.findall(page)]
-        return statistics.fmean(times_s) if times_s else 0.0
+        times_s = ([float(each) for each in pattern.findall(page)] for pattern in (_STEP_TIMES, _ENCODER_TIMES))
+        busy_s, encoding_s = (statistics.fmean(each) if each else 0.0 for each in times_s)
+        return busy_s, encoding_s
 
     def _ask(self, method: str, path: str, deadline: Deadline, body: str | None = None) -> "_Reply":
         """One exchange on a connection of its own."""

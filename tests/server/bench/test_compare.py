@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.media_shapes import make_media_shape
 from tests.support.processes import has_ended
 from tests.support.scripted_peer import write_scripted_peer
 from tests.support.server import wait_for
@@ -85,6 +86,20 @@ def test_servers(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "| | Tokenmill | Stub | ratio |" in printed
     assert "sizes divided by 64" in printed
     assert sorted(path.name for path in output.iterdir()) == ["ours-8b.log", "peer-8b.log", "result-online8b.json"]
+
+
+def test_images(tmp_path: Path) -> None:
+    """Of a model that looks at them; what is told of the encoder comes from our server's metrics."""
+    model = str(make_media_shape("tiny", tmp_path / "model"))
+    sizes = ["--group", "media7b", "--model-vl7b", model, "--rounds", "1", "--shrink", "16", "--time-limit", "800"]
+    result = run(tmp_path / "out", *sizes, *TINY, "--peer", "none", f"--args={ON_CPU}")
+    load = "vl7b 64 clients 64/128 and an image"
+    assert figures(result, "ours", load, "total_images") == [16, 16]
+    assert figures(result, "ours", load, "total_output_tokens") == [128, 128]
+    assert all(0 < share < 1 for share in figures(result, "ours", load, "encoder_share"))
+    commands = [each["command"] for each in result["measurements"] if each["load"] == load]
+    assert all("--random-mm-sizes 16x16..128x128" in command for command in commands)
+    assert any("encoder's share of the steps" in line for line in result["table"])
 
 
 @pytest.mark.usefixtures("our_stub")

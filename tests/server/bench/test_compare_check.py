@@ -23,7 +23,7 @@ def shape(folder: Path, **sizes: int) -> Path:
 
 def check(group: str, model: Path, *flags: str) -> None:
     sessions = sessions_of(plans_of(group), 2, with_peer=True)
-    check_variants(sessions, dict.fromkeys(("8b", "1b", "70b"), model), flags)
+    check_variants(sessions, dict.fromkeys(("8b", "1b", "70b", "vl7b"), model), flags)
 
 
 @pytest.mark.parametrize("group", GROUPS)
