@@ -96,7 +96,7 @@ class CpuBackend:
         model, media = self._model, self._config.model.media
         if media is None or not isinstance(model, MediaDecoder):
             return None
-        share = EncoderShare(self.group, self._config.model.encoder_mode, media.views is not None)
+        share = EncoderShare.of(self.group, self._config.model)
         return MediaInputs(model, media, self._tables.shape.num_slots, share, self._media_links)
 
 

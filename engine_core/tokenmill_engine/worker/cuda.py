@@ -92,7 +92,7 @@ class CudaBackend:
         ladder = None if config.device.enforce_eager else self._ladder
         self._steps = steps_of(model, self._inputs, self._graphs, ladder, self.chain.size)
         self._steps.media = media_of(
-            model, config, tables, EncoderShare(self.group, config.model.encoder_mode), self._media_links
+            model, config, tables, EncoderShare.of(self.group, config.model), self._media_links
         )
         media = config.model.media
         self._media = MediaRehearsal(config, media, len(groups), self.group.rank) if media is not None else None

@@ -7,7 +7,9 @@ are needed without being sent. All workers come to the same answer by themselves
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.outputs import EncoderInput
@@ -21,6 +23,11 @@ class EncoderShare:
     mode: EncoderMode = "weights"
     has_views: bool = False
     """Grids of images count views of one size, instead of patches."""
+
+    @classmethod
+    def of(cls, group: Group, model: ModelConfig) -> Self:
+        """Of a worker in `group`."""
+        return cls(group, model.encoder_mode, model.media is not None and model.media.views is not None)
 
     @property
     def rank(self) -> int:

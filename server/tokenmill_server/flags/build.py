@@ -52,7 +52,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     files = with_wanted_media(resolve_model(values["model"], values["tokenizer"]), values)
     device = detect_device(values["device"])
     workers = resolve_workers(values, files.architecture, device, parallel.size_local)
-    check_encoder(files, values, device)
+    check_encoder(files, values)
     if device.kind == "cpu" and values.is_given("gpu_memory_utilization"):
         logger.warning(
             "%s has no effect on the CPU; use --kv-cache-memory-bytes to size the KV cache",

@@ -3,12 +3,10 @@
 import logging
 from dataclasses import replace
 
-from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.config.model_files import ModelFiles
 from tokenmill_engine.config.parallel import check_encoder_parallel, check_first_stage
 from tokenmill_engine.config.stages import share_layers
-from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.multimodal.settings import PromptLimits
 
@@ -33,17 +31,12 @@ def _takes_nothing(media: MediaConfig, limits: PromptLimits) -> bool:
     return limits.images == 0 and (limits.videos == 0 or not media.takes_video)
 
 
-def check_encoder(files: ModelFiles, values: FlagValues, device: DeviceInfo) -> None:
-    """Raises ConfigError if the encoder cannot run where it is to."""
+def check_encoder(files: ModelFiles, values: FlagValues) -> None:
+    """Raises ConfigError if the workers cannot share the encoder, or what follows it, as they are to."""
     if files.media is None:
         if values["mm_encoder_tp_mode"] != "weights":
             logger.debug("%s: there is no encoder to share", values.stated("mm_encoder_tp_mode"))
         return
-    if device.kind != "cpu":
-        raise ConfigError(
-            f"{files.name} reads images, which works on the CPU alone so far; use --device cpu, or take text alone "
-            "with --language-model-only"
-        )
     size, by_size = values["tensor_parallel_size"], values.stated("tensor_parallel_size")
     check_encoder_parallel(files.media.vision, values["mm_encoder_tp_mode"], size, by_size)
     num_layers, num_stages = files.architecture.num_layers, values["pipeline_parallel_size"]
