@@ -19,12 +19,14 @@ from PIL import Image
 from tests.e2e.conftest import TINY_FLAGS
 from tests.support.connections import get_from_each
 from tests.support.image_chats import ImageOracle
-from tests.support.image_serving import Pixels, Served, body
+from tests.support.image_serving import COUNT, Pixels, Served, body
 from tests.support.media_host import answer, media_host
 from tests.support.pictures import data_url, encoded, noise
 from tests.support.server import PATIENCE_S, check_error, start_server, wait_for
 from tests.support.streams import BackgroundStream
 from tests.support.tiny_media_models import cached_tiny_media_model
+from tokenmill import LLM, SamplingParams
+from tokenmill_engine.errors import RequestError
 
 pytestmark = pytest.mark.slow
 
@@ -259,3 +261,21 @@ def test_what_is_larger_than_the_cache_is_said_once(small: Served) -> None:
     warnings = small.server.log.count("larger than the whole cache")
     has_none = "cache of prepared media: none" in small.server.log
     assert warnings == 0 if has_none else 1 <= warnings <= 2  # of each API server
+
+
+def test_offline(folder: Path, oracle: ImageOracle) -> None:
+    """Images of Pillow's have names, too; many conversations share what they show."""
+    pixels = noise(30, 40, 5)
+    whole = {"type": "image_pil", "image_pil": Image.fromarray(pixels), "uuid": "mine"}
+    named = {"type": "image_pil", "image_pil": None, "uuid": "mine"}
+    text = {"type": "text", "text": "what?"}
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    with LLM(folder, device="cpu", dtype="float32", kv_cache_memory_bytes="64M", max_model_len=1024) as llm:
+        with pytest.raises(RequestError, match="not sent before"):
+            llm.chat([{"role": "user", "content": [named, text]}], params, use_tqdm=False)
+        messages = [{"role": "user", "content": [whole, text]}]
+        outputs = llm.chat([messages] * 3, params, use_tqdm=False)
+        outputs += llm.chat([{"role": "user", "content": [named, text]}], params, use_tqdm=False)
+    for output in outputs:
+        ids = output.outputs[0].token_ids
+        assert ids == oracle.greedy(output.prompt_token_ids, [pixels], ids)

@@ -1,6 +1,7 @@
 """Flags of images."""
 
 import json
+import logging
 import re
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.media import domain_list
 from tokenmill_server.flags.media_limits import prompt_limits
 from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
-from tokenmill_server.multimodal.settings import PromptLimits
+from tokenmill_server.multimodal.settings import GIB, MIB, PromptLimits
 from tokenmill_server.multimodal.video_reading import VideoReading
 
 
@@ -188,3 +189,29 @@ def test_videos() -> None:
 def test_what_media_cannot_be_told(flag: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configure(flag, value)
+
+
+def test_who_keeps_prepared_media(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine core keeps tensors for later requests if it is the only one, of the only API server."""
+    model = ("--model", str(cached_tiny_media_model("qwen2_vl")))
+    cases: list[tuple[tuple[str, ...], int, str]] = [
+        ((*model, "--api-server-count", "1"), 4 * GIB - 64 * MIB, "tensors in the engine core"),
+        ((*model, "--api-server-count", "1", "--mm-processor-cache-gb", "0.5"), 480 * MIB, "at most 0.5 GiB"),
+        ((*model, "--api-server-count", "3"), 0, "each of 3 API servers (lru), at most 12 GiB"),
+        ((*model, "--api-server-count", "1", "-dp", "2"), 0, "in the API server (lru), at most 4 GiB"),
+        ((*model, "--api-server-count", "1", "--mm-processor-cache-gb", "0"), 0, "media: none"),
+        ((*model, "--limit-mm-per-prompt", '{"image": 0, "video": 0}'), 0, ""),
+        ((), 0, ""),
+    ]
+    for arguments, num_bytes, line in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert configure(*arguments).engine.media_store_bytes == num_bytes, arguments
+        said = [record.message for record in caplog.records if "prepared media" in record.message]
+        assert (len(said), line in "".join(said)) == (1 if line else 0, True), arguments
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "nan", "inf"])
+def test_what_is_no_size_of_a_cache(value: str) -> None:
+    with pytest.raises(ConfigError, match="--mm-processor-cache-gb"):
+        configure("--mm-processor-cache-gb", value)

@@ -315,6 +315,10 @@ async def test_a_uuid_of_what_died_with_the_engine(keys: Server) -> None:
     named = await keys.supply(source(None, 7, uuid="a"))
     assert [item.tensors for item in named.outgoing()] == [{}]
     keys.prepared.engine_lost()
+    gone = named.places[0].key
+    async with asyncio.timeout(60):  # the thread that prepared it lets go of it in its own time
+        while keys.prepared.tensors_of(PreparedItem("image", gone, 1, None, {})) is not None:
+            await asyncio.sleep(0.001)
     with pytest.raises(InvalidRequestError, match="send the media themselves along") as failure:
         await named.restored()
     assert failure.value.param == "image 7"
