@@ -151,6 +151,7 @@ def test_only_steps_that_look_at_images_have_no_graph(family: MediaFamily, repla
     """And a text that goes on beside a prompt with images is its own."""
     subject = subject_of(family)
     engine, watched = make_engine(family)
+    replayed.clear()
     text, image = engine.add(subject.prompts[2], 3 * NUM_OUTPUT), engine.add(subject.prompts[3])
     engine.run()
     later = engine.add(subject.prompts[3])

@@ -228,7 +228,10 @@ class Reference:
             grids = torch.tensor([image.grid for image in images])
             features = self.model.model.get_image_features(torch.cat(pixels), grids)
             layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-            return [torch.cat(rows, dim=1) for rows in zip(*layers, strict=True)]
+            counts = [num_placeholders(self._media, image) for image in images]
+            # Some versions have the rows of all images in one tensor.
+            by_image = [layer.split(counts) if isinstance(layer, torch.Tensor) else layer for layer in layers]
+            return [torch.cat(rows, dim=1) for rows in zip(*by_image, strict=True)]
 
     def _encode_views(self, image: ImageInput) -> torch.Tensor:
         """In one view an image is seen beside others alone: beside itself."""
