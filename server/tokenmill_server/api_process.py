@@ -58,6 +58,7 @@ from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.engine_connections import EngineConnections
 from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.http_server import HttpServer
+from tokenmill_server.media_segments import open_store
 from tokenmill_server.multimodal.chat import make_image_chats
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
@@ -137,6 +138,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
     )
     balancer = make_balancer(start.engine, config.api_server_count)
     client = EngineClient(start.client, start.incarnation, balancer)
+    store = None if start.segment_fd is None else open_store(start.segment_fd, start.client, config.media)
     return ServerContext(
         config=config,
         engine_config=start.engine,
@@ -148,7 +150,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         metrics=metrics,
         metrics_dir=os.environ["PROMETHEUS_MULTIPROC_DIR"],
         images=make_image_chats(
-            inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup
+            inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup, store
         ),
     )
 

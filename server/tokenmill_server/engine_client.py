@@ -52,6 +52,8 @@ class _Link:
     output: "zmq.Socket[bytes]"
     incarnation: int
     """Of the engine core at their other end."""
+    num_segments: int = 0
+    """As in `EngineReady`."""
     watch: ConnectionWatch | None = None
     """Of an engine core on another machine: on this one only its death cuts a connection, and the launcher tells."""
 
@@ -108,7 +110,8 @@ class EngineClient:
         self.balancer.lost(engine)
         output = await self._connect(ready, ready.endpoints.output)
         try:
-            link = _Link(await self._connect(ready, ready.endpoints.input), output, ready.incarnation)
+            entry = await self._connect(ready, ready.endpoints.input)
+            link = _Link(entry, output, ready.incarnation, ready.num_segments)
         except BaseException:
             output.close()
             raise
@@ -182,6 +185,11 @@ class EngineClient:
         for request in requests:
             if not self._send(engine, request):
                 raise EngineDeadError(f"engine core {engine} is gone")
+
+    def shares_memory(self, engine: int) -> bool:
+        """Whether an engine core reads the memory that this API server shares, if it does."""
+        link = self._links.get(engine)
+        return link is not None and link.num_segments > self._hello.client
 
     def abort(self, engine: int, request_ids: list[int], reason: FinishReason) -> None:
         """Makes `engine` forget requests; no output of theirs follows."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tokenmill_engine.config.engine import EngineConfig
@@ -35,10 +35,13 @@ _CLOSED = "the engine was shut down"
 class EngineHost:
     """Engine cores and a `TextGenerator` for them. `generator` belongs to the thread: use it from `run` only."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, segments: Sequence[int] = ()) -> None:
+        """`segments`: the descriptor of memory that this process shares with the engine cores, if it does; the
+        caller's, to be closed after `close`."""
         self._began = time.monotonic()
         self._config = config
         self._tokenizer = tokenizer
+        self._segments = segments
         self._started: concurrent.futures.Future[list[EngineReady]] = concurrent.futures.Future()
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,6 +118,7 @@ class EngineHost:
                     self._config.device.kind,
                     environment,
                     num_workers=parallel.world_size if parallel.executor == "mp" else 0,
+                    segments=self._segments,
                 )
                 engines.configure(self._config)
                 await self._until(ready, self._stop)

@@ -22,3 +22,13 @@ def log_engine(update: EngineUpdate, rank: int, stall_timeout_s: float, restart:
             logger.error("engine core %d is stalled: it has work but finished no step for %g s", rank, stall_timeout_s)
         case EngineRecovered():
             logger.info("engine core %d gets on again", rank)
+
+
+def log_sharing(ready: EngineReady, rank: int, expected: bool) -> None:
+    """A warning if API servers share memory with engine cores, but not with this one."""
+    if expected and ready.num_segments == 0:
+        logger.warning(
+            "engine core %d is on another machine and shares no memory with API servers: images travel to it with each "
+            "request, whatever --mm-processor-cache-type says",
+            rank,
+        )

@@ -38,7 +38,7 @@ from tokenmill_server.config import Configuration, DataParallelConfig
 from tokenmill_server.data_parallel.agreement import facts_of
 from tokenmill_server.data_parallel.head import RemoteEngines
 from tokenmill_server.engine_monitor import EngineMonitor
-from tokenmill_server.engine_news import log_engine
+from tokenmill_server.engine_news import log_engine, log_sharing
 from tokenmill_server.engine_table import EngineTable, EngineUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
@@ -156,6 +156,7 @@ class Launcher:
         self._api_servers = ApiServers(
             configuration, listener.fileno(), str(run_dir.path), child_environment(run_dir), watcher, segments
         )
+        self._segments = segments
         self._monitor = EngineMonitor(configuration.engine, str(run_dir.metrics))
         self._draining: set[int] = set()
         self._state = State.STARTING
@@ -260,6 +261,8 @@ class Launcher:
         self._table.apply(update)
         self._monitor.apply(update)
         self._log_engine(update)
+        if isinstance(update, EngineReady):
+            log_sharing(update, self._configuration.engine.rank_of(update.engine), bool(self._segments))
         if isinstance(update, EngineLost) and (self._table.is_hopeless or self._is_last_of_drain()):
             self._fail(update)
         elif self._announced:

@@ -1,6 +1,7 @@
 """`LLM`: text from Python, without a server, by the same engine cores and the same client as `tokenmill serve`."""
 
 import asyncio
+import contextlib
 import os
 import time
 import weakref
@@ -21,6 +22,7 @@ from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.values import FlagValues, offer_environment, offer_keywords
 from tokenmill_server.llm_inputs import Item, PromptInput, conversations_of, items_of, priorities_of, sampling_of
 from tokenmill_server.llm_outputs import RequestOutput, public_output
+from tokenmill_server.media_segments import create_segments, open_store
 from tokenmill_server.multimodal.chat import make_image_chats
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
@@ -47,11 +49,16 @@ class LLM:
         self.tokenizer = load_tokenizer(configuration.engine.model.tokenizer_path)
         self._default_sampling = SamplingParams(**configuration.server.default_sampling)
         self.input_processor = _input_processor(configuration, self.tokenizer)
-        self._images = make_image_chats(self.input_processor, configuration.engine, configuration.server.media)
-        self.host = EngineHost(configuration.engine, self.tokenizer)
+        kept_open = contextlib.ExitStack()
+        segments = kept_open.enter_context(create_segments(configuration))
+        media = configuration.server.media
+        store = open_store(segments[0], 0, media) if segments else None
+        self._images = make_image_chats(self.input_processor, configuration.engine, media, store=store)
+        self.host = EngineHost(configuration.engine, self.tokenizer, segments)
+        kept_open.callback(self.host.close)
         """With `input_processor`, for tools that watch single steps."""
         self._num_requests = 0
-        self._finalizer = weakref.finalize(self, self.host.close)
+        self._finalizer = weakref.finalize(self, kept_open.close)
         ready = self.host.start()
         self.input_processor.max_model_len = most = min(engine.max_model_len for engine in ready)
         if (self._default_sampling.max_tokens or 0) > most:  # the model's own limit may exceed what fits here

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 
 from tokenmill_engine.config.device import available_host_bytes
 from tokenmill_engine.errors import StartupError, describe_os_error
+from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_engine.ipc.shared_objects import create_segment
+from tokenmill_engine.media_store import ITEM_OVERHEAD_BYTES
 from tokenmill_server.config import Configuration
 from tokenmill_server.flags.values import FlagValues
-from tokenmill_server.multimodal.settings import GIB
+from tokenmill_server.multimodal.placement import Placement, place_caches
+from tokenmill_server.multimodal.settings import GIB, MIB, MediaSettings
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +36,16 @@ def create_segments(configuration: Configuration) -> Iterator[tuple[int, ...]]:
             is taken little by little. Or a file may not be so large.
     """
     media, count = configuration.server.media, configuration.server.api_server_count
-    if media.cache_type != "shm" or media.cache_gb <= 0 or not configuration.engine.model.media:
+    caches = place_caches(media, count, configuration.engine.data_parallel_size)
+    if caches.placement is not Placement.SHARED or configuration.engine.model.media is None:
         yield ()
         return
-    num_bytes = int(media.cache_gb * GIB)
-    _check_memory(num_bytes, count)
+    _check_memory(caches.cache_bytes, count)
     with contextlib.ExitStack() as stack:
         segments = []
         for _ in range(count):
             try:
-                segments.append(create_segment(num_bytes))
+                segments.append(create_segment(caches.items_bytes))
             except OSError as error:
                 raise StartupError(
                     f"no memory of {media.cache_gb:g} GiB can be shared: {describe_os_error(error)}; lower "
@@ -50,6 +53,12 @@ def create_segments(configuration: Configuration) -> Iterator[tuple[int, ...]]:
                 ) from error
             stack.callback(os.close, segments[-1])
         yield tuple(segments)
+
+
+def open_store(segment: int, client: int, media: MediaSettings) -> ObjectStore:
+    """What API server `client` keeps in its segment, where nothing is yet. Raises OSError if there is no memory at
+    all."""
+    return ObjectStore(segment, client, media.max_shared_object_mb * MIB, ITEM_OVERHEAD_BYTES)
 
 
 def _check_memory(num_bytes: int, count: int) -> None:

@@ -95,7 +95,7 @@ class TextGenerator:
         for choice in generation.choices:
             choice.request_id = self._client.new_request_id()
         supply = request.media_supply
-        media = request.media if supply is None else supply.outgoing()
+        media = request.media if supply is None else supply.outgoing(self._client.shares_memory(engine))
         self._client.add(engine, _engine_requests(generation, generation.choices, media), prompt)
         for choice in generation.choices:
             self._choices[choice.request_id] = choice
@@ -108,6 +108,8 @@ class TextGenerator:
             del self._choices[request_id]
         self._resender.give_up(generation)
         self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
+        if generation.request.media_supply is not None:
+            generation.request.media_supply.end()
 
     def close_generation(self, generation: Generation) -> None:
         """Aborts what is still open and takes the generation apart: its memory is free at once, without a search for
@@ -291,6 +293,9 @@ def _engine_requests(
     request = generation.request
     prompt_token_ids = array("i", request.prompt_token_ids).tobytes()
     sampling = msgspec.structs.replace(request.sampling, n=1, stop=(), bad_words=())
+    without_sent = tuple(
+        item if item.shared is not None else msgspec.structs.replace(item, tensors={}) for item in media
+    )
     return [
         AddRequest(
             request_id=choice.request_id,
@@ -300,7 +305,7 @@ def _engine_requests(
             arrival_time=request.arrival_time,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            media=media if choice is choices[0] else request.media,
+            media=media if choice is choices[0] else without_sent,
         )
         for choice in choices
     ]

@@ -41,13 +41,13 @@ class Supply:
         self.may_restore = asyncio.Event()
         self.may_restore.set()
         self.error: Exception | None = None
-        self.num_restored = self.num_settled = self.num_cancelled = 0
+        self.num_restored = self.num_settled = self.num_cancelled = self.num_ended = 0
 
     @property
     def places(self) -> tuple[MediaItem, ...]:
         return tuple(msgspec.structs.replace(item, tensors={}) for item in self.media)
 
-    def outgoing(self) -> tuple[MediaItem, ...]:
+    def outgoing(self, shares: bool = False) -> tuple[MediaItem, ...]:
         return self.places if self.believed else self.media
 
     async def restored(self) -> tuple[MediaItem, ...]:
@@ -63,6 +63,9 @@ class Supply:
 
     def settle(self) -> None:
         self.num_settled += 1
+
+    def end(self) -> None:
+        self.num_ended += 1
 
 
 def asked(tokenizer: Tokenizer, supply: Supply, **sampling: Any) -> GenerationRequest:

@@ -5,6 +5,7 @@ import hashlib
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -51,3 +52,19 @@ def segment(num_grains: int) -> Iterator[int]:
 def object_store(num_grains: int, max_object_bytes: int = 1 << 30, number: int = 0) -> Iterator[ObjectStore]:
     with segment(num_grains) as fd:
         yield ObjectStore(fd, number, max_object_bytes)
+
+
+def segments_of(pid: int) -> set[int]:
+    """Inodes of the segments that a process has open; none of one that is gone or somebody else's."""
+    return set(segment_sizes(pid))
+
+
+def segment_sizes(pid: int) -> dict[int, int]:
+    """Bytes of memory that those segments have taken."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "tokenmill-media" in os.readlink(fd):
+                    found[fd.stat().st_ino] = fd.stat().st_blocks * 512
+    return found

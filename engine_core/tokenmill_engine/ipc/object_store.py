@@ -9,9 +9,11 @@ import itertools
 import logging
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tokenmill_engine.ipc.arena import Arena, rounded
 from tokenmill_engine.ipc.shared_objects import (
@@ -40,6 +42,7 @@ class _Object:
     shared: SharedObject
     tensors: dict[str, MediaTensor]
     """Without their bytes."""
+    note: Any
     num_leases: int = 1
     is_whole: bool = False
     """All bytes are there."""
@@ -72,15 +75,19 @@ class ObjectStore:
     """The objects of one segment. There is one such store at a time: it makes everything that an earlier one wrote
     unreadable."""
 
-    def __init__(self, fd: int, segment: int, max_object_bytes: int) -> None:
-        """`fd`: of a segment, the caller's to close; the segment is known to readers as number `segment`.
+    def __init__(self, fd: int, segment: int, max_object_bytes: int, overhead_bytes: int = 0) -> None:
+        """`fd`: of a segment, the caller's to close; this keeps a copy. Readers know the segment as number `segment`.
+        Each object takes the place of `overhead_bytes` more: what remembering it costs elsewhere.
 
         Raises:
             OSError: there is no memory for its first page.
         """
-        self._fd = fd
+        # A number that is closed while a thread writes may be another file's the next moment.
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
         self._segment = segment
         self._max_object_bytes = max_object_bytes
+        self._overhead_bytes = overhead_bytes
         self._writer = os.urandom(8)
         self._num_written = 0
         self._arena = Arena(os.fstat(fd).st_size - FIRST_OBJECT)
@@ -89,8 +96,8 @@ class ObjectStore:
         """Objects without leases, least recently used first."""
         self._changed = threading.Condition()
         self._has_warned = False
-        self.reader = SegmentReader(fd)
-        os.pwrite(fd, SEGMENT_HEAD.pack(MAGIC, self._writer), 0)
+        self.reader = SegmentReader(self._fd)
+        os.pwrite(self._fd, SEGMENT_HEAD.pack(MAGIC, self._writer), 0)
 
     @property
     def capacity(self) -> int:
@@ -116,16 +123,26 @@ class ObjectStore:
             found = self._objects.get(key)
             return self._lease(found) if found is not None and found.is_whole else None
 
-    def put(self, key: bytes, tensors: Mapping[str, MediaTensor]) -> Lease | None:
-        """Keeps tensors under the 32 bytes of a `key`, for which others make room; or finds them here already, perhaps
-        after waiting for another thread that writes them. None: they are larger than an object may be, what is leased
-        leaves no room, or the machine has no memory."""
+    def note(self, key: bytes) -> Any:
+        """What was noted with an object, if it is there, which counts as a use of it; else None. Does not wait."""
+        with self._changed:
+            found = self._objects.get(key)
+            if found is None or not found.is_whole:
+                return None
+            if key in self._idle:
+                self._idle.move_to_end(key)
+            return found.note
+
+    def put(self, key: bytes, tensors: Mapping[str, MediaTensor], note: Any = None) -> Lease | None:
+        """Keeps tensors, and a `note`, under the 32 bytes of a `key`, for which others make room; or finds them here
+        already, perhaps after waiting for another thread that writes them. None: they are larger than an object may be,
+        what is leased leaves no room, or the machine has no memory."""
         _, num_bytes = places_of(tensors)
         with self._changed:
             self._changed.wait_for(lambda: key not in self._objects or self._objects[key].is_whole)
             if key in self._objects:
                 return self._lease(self._objects[key])
-            kept = self._place(key, tensors, num_bytes)
+            kept = self._place(key, tensors, num_bytes, note)
         if kept is None:
             return None
         try:
@@ -168,9 +185,9 @@ class ObjectStore:
         kept.num_leases += 1
         return Lease(self, kept)
 
-    def _place(self, key: bytes, tensors: Mapping[str, MediaTensor], num_bytes: int) -> _Object | None:
+    def _place(self, key: bytes, tensors: Mapping[str, MediaTensor], num_bytes: int, note: Any) -> _Object | None:
         """A new object, leased, whose bytes are not there yet."""
-        size = rounded(OBJECT_HEAD.size + num_bytes)
+        size = rounded(OBJECT_HEAD.size + num_bytes + self._overhead_bytes)
         if num_bytes > self._max_object_bytes:
             return None
         start = self._arena.take(size)
@@ -182,7 +199,7 @@ class ObjectStore:
         stamp = self._writer + self._num_written.to_bytes(8, "little")
         self._num_written += 1
         shared = SharedObject(self._segment, FIRST_OBJECT + start, num_bytes, stamp)
-        kept = self._objects[key] = _Object(key, start, size, shared, without_data(tensors))
+        kept = self._objects[key] = _Object(key, start, size, shared, without_data(tensors), note)
         return kept
 
     def _largest_room(self) -> int:

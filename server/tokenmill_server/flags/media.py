@@ -9,6 +9,7 @@ from tokenmill_server.flags.parsers import boolean, integer, number, one_of, pat
 from tokenmill_server.multimodal.settings import MIB, MediaSettings
 
 _MAX_THREADS = 1024
+_MAX_OBJECT_MB = 1 << 20
 _MAX_CACHE_GB = 1 << 20
 _DEFAULTS = MediaSettings()
 _ENCODER = SchedulerConfig()
@@ -45,11 +46,21 @@ MEDIA = (
     Flag(
         "mm-processor-cache-type",
         Group.MULTIMODAL,
-        one_of("lru", refused={"shm": "caches in shared memory are not there yet; leave it out, or use lru"}),
+        one_of("lru", "shm"),
         _DEFAULTS.cache_type,
-        "Kind of these caches: lru lets go of what was not used for longest",
+        "Where these caches are: in processes (lru), or one of each API server in memory that the workers of engine "
+        "cores on the same machine read (shm). Both let go of what was not used for longest",
         "media.cache_type",
-        metavar="TYPE",
+        metavar="lru|shm",
+    ),
+    Flag(
+        "mm-shm-cache-max-object-size-mb",
+        Group.MULTIMODAL,
+        integer(1, _MAX_OBJECT_MB),
+        _DEFAULTS.max_shared_object_mb,
+        "MiB of the largest image that --mm-processor-cache-type shm keeps; larger ones travel with their requests",
+        "media.max_shared_object_mb",
+        metavar="MIB",
     ),
     Flag(
         "limit-mm-per-prompt",

@@ -107,7 +107,7 @@ _ROWS = [
     *_values("scheduler-cls", "max-num-partial-prefills", "max-long-partial-prefills"),
     # Multimodal, LoRA, speculation, structured output
     _value("mm-hasher-algorithm", "blake3"),
-    *_values("mm-shm-cache-max-object-size-mb", "video-pruning-rate"),
+    _value("video-pruning-rate"),
     *_switches("false", "enable-mm-embeds", "interleave-mm-strings"),
     *_switches("false", "enable-lora", "fully-sharded-loras"),
     *_values("max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-modules", "lora-target-modules"),

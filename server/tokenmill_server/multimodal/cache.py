@@ -18,16 +18,21 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessorCache(Protocol):
-    """A cache of one API server. `find` may be called from any thread, the rest from the event loop."""
+    """A cache of one API server. `find` may be called from any thread, `keep` is in that of preparation, the rest from
+    the event loop."""
 
     def find(self, key: bytes) -> PreparedItem | None:
         """The item with this key, if it is known; without tensors if whoever computes has them."""
 
-    def add(self, item: PreparedItem) -> None:
-        """`item` is completely prepared. Whoever else wants it from now on finds it."""
+    def keep(self, item: PreparedItem) -> None:
+        """`item` is completely prepared. May take long."""
 
-    def outgoing(self, item: PreparedItem) -> PreparedItem:
-        """`item`, of a request that is being sent, as it travels: without the tensors that its receiver has."""
+    def add(self, item: PreparedItem) -> None:
+        """Whoever else wants the item, of which `keep` was told, finds it from now on."""
+
+    def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
+        """`item`, of a request that is being sent, as it travels: without the tensors that its receiver has. `shares`:
+        the receiver reads the memory that this API server shares."""
 
     def clear(self) -> None:
         """An engine core that this API server sent to is gone, and with it what it had."""
@@ -98,7 +103,10 @@ class ItemCache:
         with self._lock:
             self._lru.put(item, media_bytes(item.tensors))
 
-    def outgoing(self, item: PreparedItem) -> PreparedItem:
+    def keep(self, item: PreparedItem) -> None:
+        """Nothing takes long."""
+
+    def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
         return item
 
     def clear(self) -> None:
@@ -131,7 +139,10 @@ class KeyCache:
         with self._lock:
             self._in_hand[item.key] = item
 
-    def outgoing(self, item: PreparedItem) -> PreparedItem:
+    def keep(self, item: PreparedItem) -> None:
+        """Nothing takes long."""
+
+    def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
         with self._lock:
             if self._sent.get(item.key) is not None:
                 return item.without_tensors()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.parts import ImageSource, check_num_images
@@ -92,9 +93,10 @@ def make_image_chats(
     settings: MediaSettings,
     num_api_servers: int = 1,
     on_lookup: Callable[[bool], None] | None = None,
+    store: ObjectStore | None = None,
 ) -> ImageChats | None:
     """None for a model that takes text alone, or is told to. `on_lookup` is called for each image that is looked up in
-    the cache, with whether it was there.
+    the cache, with whether it was there. `store`: where tensors are shared, if the settings say that they are.
 
     Raises ConfigError if images cannot be prepared.
     """
@@ -104,5 +106,5 @@ def make_image_chats(
     processor = ImageProcessor(media, read_image_options(Path(engine.model.path), media))
     placeholders = Placeholders(media, inputs.tokenizer, inputs.template)
     limits = ImageLimits(settings.limits.images, engine.scheduler.max_item_tokens, media.views is not None)
-    prepared = PreparedMedia(place_caches(settings, num_api_servers, engine.data_parallel_size), on_lookup)
+    prepared = PreparedMedia(place_caches(settings, num_api_servers, engine.data_parallel_size), on_lookup, store)
     return ImageChats(inputs, placeholders, MediaLoader(processor, settings, prepared), limits)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from tokenmill_engine.ipc.object_store import Lease
 from tokenmill_engine.messages import MediaItem, MediaTensor
 
 
@@ -20,6 +21,8 @@ class PreparedItem:
 
     seconds_per_step: float | None = None
     """As in `MediaItem`."""
+    lease: Lease | None = None
+    """Of what is being sent: keeps the bytes of the tensors in shared memory. None: they are in the tensors."""
 
     def at(self, offset: int) -> MediaItem:
         """The item in a prompt whose token `offset` is the first of its placeholders."""

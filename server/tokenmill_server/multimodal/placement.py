@@ -3,6 +3,7 @@
 | placement | API server | engine core | when |
 |---|---|---|---|
 | KEYS | keys | keys and tensors | one API server and one engine core: what was sent once travels as a key |
+| SHARED | keys | nothing; tensors in memory that its workers read | --mm-processor-cache-type shm |
 | ITEMS | keys and tensors | what live requests need | several of either |
 | NOWHERE | - | what live requests need | --mm-processor-cache-gb 0 |
 """
@@ -19,6 +20,7 @@ class Placement(StrEnum):
     NOWHERE = "nowhere"
     ITEMS = "items"
     KEYS = "keys"
+    SHARED = "shared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,13 @@ class CachePlacement:
         where = {
             Placement.KEYS: "keys in the API server, tensors in the engine core",
             Placement.ITEMS: "keys and tensors in the API server",
+            Placement.SHARED: "keys in API servers, tensors in memory that workers read",
         }[self.placement]
-        if self.num_caches > 1:
+        if self.placement is Placement.ITEMS and self.num_caches > 1:
             where = f"keys and tensors in each of {self.num_caches} API servers"
+        kind = "shm" if self.placement is Placement.SHARED else "lru"
         most = self.num_caches * self.cache_bytes / GIB
-        return f"cache of prepared media: {where} (lru), at most {most:.4g} GiB"
+        return f"cache of prepared media: {where} ({kind}), at most {most:.4g} GiB"
 
 
 _MAX_NAMES_BYTES = 64 * 2**20
@@ -67,6 +71,8 @@ def place_caches(settings: MediaSettings, num_api_servers: int, num_engines: int
     cache_bytes = int(settings.cache_gb * GIB)
     if cache_bytes == 0:
         return CachePlacement(Placement.NOWHERE, 0, 0)
+    if settings.cache_type == "shm":
+        return CachePlacement(Placement.SHARED, cache_bytes, num_api_servers)
     if num_api_servers == num_engines == 1:
         return CachePlacement(Placement.KEYS, cache_bytes, 1)
     return CachePlacement(Placement.ITEMS, cache_bytes, num_api_servers)

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from tokenmill_engine.errors import ConfigError
+from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_server.multimodal.cache import ItemCache, KeyCache, ProcessorCache
 from tokenmill_server.multimodal.flights import Admit, Flights, Waiter
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.names import AmbiguousNameError, MediaNames
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
+from tokenmill_server.multimodal.shared_cache import SharedCache
 
 T = TypeVar("T")
 
@@ -30,9 +32,15 @@ class UnknownMediaError(Exception):
 class PreparedMedia:
     """Used from the event loop alone."""
 
-    def __init__(self, placement: CachePlacement, on_lookup: Callable[[bool], None] | None = None) -> None:
-        """`on_lookup` is called for each item that was asked for, with whether it was known."""
-        self._cache = _make_cache(placement)
+    def __init__(
+        self,
+        placement: CachePlacement,
+        on_lookup: Callable[[bool], None] | None = None,
+        store: ObjectStore | None = None,
+    ) -> None:
+        """`on_lookup` is called for each item that was asked for, with whether it was known. `store`: where tensors are
+        shared, if the placement says that they are."""
+        self._cache = _make_cache(placement, store)
         self._names = MediaNames(placement.names_bytes)
         self._flights = Flights()
         self._on_lookup = on_lookup or _ignore
@@ -87,7 +95,13 @@ class PreparedMedia:
                 was_known = item is not None
                 return item
 
-            item = await in_thread(lambda: prepare(admit, find))
+            def prepare_and_keep() -> PreparedItem:
+                item = prepare(admit, find)
+                if not was_known:
+                    cache.keep(item)
+                return item
+
+            item = await in_thread(prepare_and_keep)
             if not was_known:
                 cache.add(item)
             if name is not None:
@@ -123,9 +137,10 @@ class PreparedMedia:
         known = self._cache.find(item.key)
         return known if known is not None and known.tensors else None
 
-    def outgoing(self, item: PreparedItem) -> PreparedItem:
-        """`item`, of a request that is being sent, as it travels: without the tensors that its receiver has."""
-        return item if self._cache is None else self._cache.outgoing(item)
+    def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
+        """`item`, of a request that is being sent, as it travels: without the tensors that its receiver has. `shares`:
+        as in `ProcessorCache.outgoing`."""
+        return item if self._cache is None else self._cache.outgoing(item, shares)
 
     def engine_lost(self) -> None:
         """An engine core is gone, and with it what it had."""
@@ -142,7 +157,7 @@ class PreparedMedia:
         return item
 
 
-def _make_cache(placement: CachePlacement) -> ProcessorCache | None:
+def _make_cache(placement: CachePlacement, store: ObjectStore | None) -> ProcessorCache | None:
     match placement.placement:
         case Placement.NOWHERE:
             return None
@@ -150,6 +165,8 @@ def _make_cache(placement: CachePlacement) -> ProcessorCache | None:
             return KeyCache(placement.items_bytes)
         case Placement.ITEMS:
             return ItemCache(placement.items_bytes)
+        case Placement.SHARED if store is not None:
+            return SharedCache(store)
     raise ConfigError(f"there is no cache of prepared media {placement.placement}")
 
 

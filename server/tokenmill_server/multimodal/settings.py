@@ -56,3 +56,5 @@ class MediaSettings:
     cache_gb: float = 4.0
     """GiB of each cache of prepared media; 0: nothing is remembered."""
     cache_type: Literal["lru", "shm"] = "lru"
+    max_shared_object_mb: int = 128
+    """MiB of an item that is put into shared memory; a larger one travels with its request."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.ipc.object_store import Lease
 from tokenmill_engine.messages import MediaItem
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.prepared import PreparedMedia
@@ -33,14 +34,21 @@ class RequestSupply:
         """`items`: where each of `loaded` stands in the prompt."""
         self._prepared = prepared
         self._loaded = list(loaded)
+        self._leases: list[Lease] = []
+        """On what is in shared memory: the engine may have to look at it again until the request has ended."""
         self.places = tuple(msgspec.structs.replace(item, tensors={}) for item in items)
 
-    def outgoing(self) -> tuple[MediaItem, ...]:
+    def outgoing(self, shares: bool = False) -> tuple[MediaItem, ...]:
         travelling: list[MediaItem] = []
         seen: set[bytes] = set()
         for loaded, place in zip(self._loaded, self.places, strict=True):
-            item = self._prepared.outgoing(loaded.item)
-            travelling.append(place if item.key in seen else msgspec.structs.replace(place, tensors=item.tensors))
+            item = self._prepared.outgoing(loaded.item, shares)
+            if item.lease is not None:
+                self._leases.append(item.lease)
+                place = msgspec.structs.replace(place, tensors=item.tensors, shared=item.lease.shared)
+            elif item.key not in seen:
+                place = msgspec.structs.replace(place, tensors=item.tensors)
+            travelling.append(place)
             seen.add(item.key)
         self._loaded = [
             LoadedItem(loaded.item.without_tensors(), loaded.param, loaded.again) for loaded in self._loaded
@@ -58,6 +66,11 @@ class RequestSupply:
 
     def settle(self) -> None:
         self._loaded.clear()
+
+    def end(self) -> None:
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
 
     async def _restore(self, loaded: LoadedItem) -> PreparedItem:
         known = self._prepared.tensors_of(loaded.item)

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.server import PATIENCE_S
-from tests.support.shared_media import segment
+from tests.support.shared_media import segment, segments_of
 from tokenmill_engine.ipc.shared_objects import SEGMENT_HEAD
 
 pytestmark = pytest.mark.slow
@@ -76,19 +75,8 @@ def test_the_memory_goes_with_the_last_process() -> None:
         inode = os.fstat(memory).st_ino
         with peer("write", memory, pipe) as writer, peer("read", memory, pipe_end) as reader:
             wait_for_another_writer(memory, bytes(SEGMENT_HEAD.size))
-            assert inode in inodes_of(writer.pid)
-            assert inode in inodes_of(reader.pid)
+            assert inode in segments_of(writer.pid)
+            assert inode in segments_of(reader.pid)
     os.close(pipe)
     os.close(pipe_end)
-    assert all(inode not in inodes_of(int(each)) for each in os.listdir("/proc") if each.isdigit())
-
-
-def inodes_of(pid: int) -> set[int]:
-    """Of all files named as segments are that a process has open."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if "tokenmill-media" in os.readlink(fd):
-                    found.add(fd.stat().st_ino)
-    return found
+    assert all(inode not in segments_of(int(each)) for each in os.listdir("/proc") if each.isdigit())

@@ -26,6 +26,16 @@ def test_the_table(
     assert placed.engine_bytes == (placed.items_bytes if placement is Placement.KEYS else 0)
 
 
+@pytest.mark.parametrize(("servers", "engines"), [(1, 1), (4, 1), (1, 2), (3, 2)])
+def test_shared_memory_is_that_of_each_api_server(servers: int, engines: int) -> None:
+    placed = place_caches(MediaSettings(cache_gb=2, cache_type="shm"), servers, engines)
+    assert placed == CachePlacement(Placement.SHARED, 2 * GIB, servers)
+    assert placed.engine_bytes == 0
+    line = "keys in API servers, tensors in memory that workers read (shm), at most"
+    assert placed.describe() == f"cache of prepared media: {line} {2 * servers} GiB"
+    assert place_caches(MediaSettings(cache_gb=0, cache_type="shm"), servers, engines).num_caches == 0
+
+
 def test_names_and_items_share_the_room() -> None:
     for cache_gb in (1e-6, 0.001, 4.0):
         placed = place_caches(MediaSettings(cache_gb=cache_gb), 1, 1)
