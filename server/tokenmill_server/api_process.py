@@ -59,7 +59,7 @@ from tokenmill_server.engine_connections import EngineConnections
 from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.http_server import HttpServer
 from tokenmill_server.media_segments import open_store
-from tokenmill_server.multimodal.chat import make_image_chats
+from tokenmill_server.multimodal.chat import make_media_chats
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.tokenizer import load_tokenizer
@@ -149,7 +149,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         fingerprint=_fingerprint(start),
         metrics=metrics,
         metrics_dir=os.environ["PROMETHEUS_MULTIPROC_DIR"],
-        images=make_image_chats(
+        media=make_media_chats(
             inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup, store
         ),
     )
@@ -213,8 +213,8 @@ class ApiServer:
                     self._begin(self._serve(server))
                 case EngineLost() as lost:
                     self._engines.lost(lost)
-                    if self._context.images is not None:
-                        self._context.images.engine_lost()
+                    if self._context.media is not None:
+                        self._context.media.engine_lost()
                 case EngineStalled() | EngineRecovered() as change:
                     self._engines.stalls(change)
                 case MetricsFetched(number=number) if self._context.remote_metrics is not None:
@@ -274,8 +274,8 @@ class ApiServer:
             self._cut_off(server)
             await server.wait_idle(_LAST_WORDS_S)
         await server.close()
-        if context.images is not None:
-            context.images.close()
+        if context.media is not None:
+            context.media.close()
         _tell(self._channel, Drained(self._num_cut_off), self._start.run_dir)
         return True
 

@@ -1,6 +1,7 @@
 """What the routes of one API server share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Request
 
@@ -10,7 +11,9 @@ from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
-from tokenmill_server.multimodal.chat import ImageChats
+from tokenmill_server.multimodal.chat import MediaChats
+from tokenmill_server.multimodal.parts import MediaParts
+from tokenmill_server.multimodal.wishes import MediaWishes
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.readiness import Readiness
@@ -34,13 +37,30 @@ class ServerContext:
     """Directory with the metrics of all processes."""
     remote_metrics: RemoteMetrics | None = None
     """Where some engine cores are on other machines."""
-    images: ImageChats | None = None
+    media: MediaChats | None = None
     """None: the model takes text alone."""
 
     @property
     def model_name(self) -> str:
         """The name that answers carry."""
         return self.config.served_model_names[0]
+
+    def media_parts(self) -> MediaParts:
+        """For the messages of one request."""
+        return MediaParts(self.model_name) if self.media is None else self.media.parts(self.model_name)
+
+    def media_wishes(self, io: dict[str, Any] | None, processor: dict[str, Any] | None) -> MediaWishes | None:
+        """How a request wants its media. Raises InvalidRequestError for what this server does not allow."""
+        if self.media is not None:
+            return self.media.wishes.read(io, processor)
+        for name, value in (("media_io_kwargs", io), ("mm_processor_kwargs", processor)):
+            if value:
+                raise InvalidRequestError(
+                    f"the model {self.model_name} takes text only: {name} is not supported",
+                    name,
+                    "unsupported_parameter",
+                )
+        return None
 
     def engine_of(self, rank: int) -> int:
         """The engine core with data-parallel rank `rank`. Raises InvalidRequestError if it is not one of this

@@ -23,7 +23,9 @@ from tokenmill_server.flags.values import FlagValues, offer_environment, offer_k
 from tokenmill_server.llm_inputs import Item, PromptInput, conversations_of, items_of, priorities_of, sampling_of
 from tokenmill_server.llm_outputs import RequestOutput, public_output
 from tokenmill_server.media_segments import create_segments, open_store
-from tokenmill_server.multimodal.chat import make_image_chats
+from tokenmill_server.multimodal.chat import make_media_chats
+from tokenmill_server.multimodal.media_request import MediaRequest
+from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
@@ -47,13 +49,14 @@ class LLM:
         offer_environment(values, os.environ)
         configuration = build_configuration(values, offline=True)
         self.tokenizer = load_tokenizer(configuration.engine.model.tokenizer_path)
+        self._name = configuration.server.served_model_names[0]
         self._default_sampling = SamplingParams(**configuration.server.default_sampling)
         self.input_processor = _input_processor(configuration, self.tokenizer)
         kept_open = contextlib.ExitStack()
         segments = kept_open.enter_context(create_segments(configuration))
         media = configuration.server.media
         store = open_store(segments[0], 0, media) if segments else None
-        self._images = make_image_chats(self.input_processor, configuration.engine, media, store=store)
+        self._media = make_media_chats(self.input_processor, configuration.engine, media, store=store)
         self.host = EngineHost(configuration.engine, self.tokenizer, segments)
         kept_open.callback(self.host.close)
         """With `input_processor`, for tools that watch single steps."""
@@ -103,32 +106,41 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several; otherwise like `generate`. `max_tokens` None means: as many as fit."""
+        """Answers one conversation or several; otherwise like `generate`. `max_tokens` None means: as many as fit. How
+        images and videos are read and prepared may be said as by the flags of these names."""
         options = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_variables=chat_template_kwargs or {},
         )
+        wishes = None
+        if self._media is not None:
+            wishes = self._media.wishes.read(media_io_kwargs, mm_processor_kwargs, is_local=True)
         items = [
-            Item(conversation=conversation, chat_options=options)
-            if conversation.images
+            Item(conversation=conversation, chat_options=options, wishes=wishes)
+            if conversation.sources
             else Item(text=self.input_processor.render_chat(conversation.messages, options), add_special_tokens=False)
-            for conversation in conversations_of(messages, takes_images=self._images is not None)
+            for conversation in conversations_of(messages, self._media_parts)
         ]
         return self._run(items, self._sampling_list(sampling_params, len(items)), [0] * len(items), use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
         """Ends the engine cores. Calls that are still running in other threads fail. May be called twice."""
         self._finalizer()
-        if self._images is not None:
-            self._images.close()
+        if self._media is not None:
+            self._media.close()
 
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+    def _media_parts(self) -> MediaParts:
+        return MediaParts(self._name) if self._media is None else self._media.parts(self._name, local=True)
 
     def _sampling_list(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -164,9 +176,10 @@ class LLM:
 
     async def _build(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> GenerationRequest:
         try:
-            if item.conversation is not None and self._images is not None:
+            if item.conversation is not None and self._media is not None:
                 conversation = item.conversation
-                prompt = await self._images.encode(conversation.messages, conversation.images, item.chat_options)
+                asked = MediaRequest(conversation.sources, item.wishes)
+                prompt = await self._media.encode(conversation.messages, asked, item.chat_options)
             elif item.text is not None:
                 prompt = await self.input_processor.encode_text(item.text, item.add_special_tokens)
             else:

@@ -4,7 +4,7 @@ A wrong type is a TypeError with a sentence. Ranges are checked where those of H
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -12,8 +12,9 @@ import msgspec
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_server.multimodal.parts import ImageSource, content_with_images
-from tokenmill_server.processing.chat_template import Message, text_of_content
+from tokenmill_server.multimodal.parts import MediaParts, MediaSource
+from tokenmill_server.multimodal.wishes import MediaWishes
+from tokenmill_server.processing.chat_template import Message
 from tokenmill_server.processing.input_processor import ChatOptions
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
@@ -28,21 +29,23 @@ _JSON_WORD = re.compile(r"\b(array|object|null)\b")
 
 @dataclass(slots=True, frozen=True)
 class Conversation:
-    """Messages with text contents; those with images have lists of parts."""
+    """Messages with text contents; those with media have lists of parts."""
 
     messages: list[Message]
-    images: list[ImageSource]
+    sources: list[MediaSource]
 
 
 @dataclass(slots=True, frozen=True)
 class Item:
-    """One prompt as the user gave it: text, else a conversation with images, else token ids."""
+    """One prompt as the user gave it: text, else a conversation with media, else token ids."""
 
     text: str | None = None
     token_ids: Sequence[int] = ()
     add_special_tokens: bool = True
     cache_salt: str | None = None
     conversation: Conversation | None = None
+    wishes: MediaWishes | None = None
+    """How its media are read and prepared."""
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
 
 
@@ -105,9 +108,9 @@ def _item(prompt: object, label: str) -> Item:
 
 
 def conversations_of(
-    messages: Sequence[Message] | Sequence[Sequence[Message]], takes_images: bool = False
+    messages: Sequence[Message] | Sequence[Sequence[Message]], parts: Callable[[], MediaParts]
 ) -> list[Conversation]:
-    """The conversations of one call.
+    """The conversations of one call. `parts` is asked once for each.
 
     Raises:
         TypeError: something else was given.
@@ -119,24 +122,22 @@ def conversations_of(
             f"got {_type_name(messages)}"
         )
     if messages and isinstance(messages[0], Mapping):
-        return [_conversation(messages, takes_images)]
-    return [_conversation(conversation, takes_images) for conversation in messages]
+        return [_conversation(messages, parts())]
+    return [_conversation(conversation, parts()) for conversation in messages]
 
 
-def _conversation(conversation: object, takes_images: bool) -> Conversation:
+def _conversation(conversation: object, parts: MediaParts) -> Conversation:
     if not _is_list(conversation):
         raise TypeError(f"a conversation must be a list of messages; got {_type_name(conversation)}")
     checked: list[Message] = []
-    images: list[ImageSource] = []
     for index, message in enumerate(conversation):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequestError("every message is a mapping with a `role`", f"messages[{index}]")
-        given, path = message.get("content"), f"messages[{index}].content"
-        content = content_with_images(given, path, images, local=True) if takes_images else text_of_content(given, path)
+        content = parts.content(message.get("content"), f"messages[{index}].content")
         checked.append({**message, "content": content})
     if not checked:
         raise InvalidRequestError("a conversation needs at least one message", "messages")
-    return Conversation(checked, images)
+    return Conversation(checked, parts.sources)
 
 
 def sampling_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -7,6 +7,12 @@ import pytest
 from tokenmill import SamplingParams
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.llm_inputs import Conversation, Item, conversations_of, items_of, priorities_of, sampling_of
+from tokenmill_server.multimodal.parts import MediaParts
+
+
+def parts() -> MediaParts:
+    """Of a model of text alone."""
+    return MediaParts("tiny")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +100,11 @@ def test_as_many_as_prompts() -> None:
 @pytest.mark.parametrize("messages", ["hi", 5, ["hi"]])
 def test_what_is_no_conversation(messages: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a list .*; got (str|int)"):
-        conversations_of(messages)
+        conversations_of(messages, parts)
 
 
 def test_conversations() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
     flat = [{"role": "user", "content": "Hi"}]
-    assert conversations_of([message]) == [Conversation(flat, [])]  # type: ignore[list-item]
-    assert conversations_of([[message], [message]]) == [Conversation(flat, [])] * 2  # type: ignore[list-item]
+    assert conversations_of([message], parts) == [Conversation(flat, [])]  # type: ignore[list-item]
+    assert conversations_of([[message], [message]], parts) == [Conversation(flat, [])] * 2  # type: ignore[list-item]

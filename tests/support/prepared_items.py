@@ -15,6 +15,7 @@ from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.parts import ImageSource
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 
 
 def made_up(number: int, num_bytes: int = 1000) -> PreparedItem:
@@ -38,9 +39,11 @@ class WatchedProcessor(ImageProcessor):
         super().__init__(media, replace(read_image_options(folder, media), max_pixels=1_000_000))
         self.threads: list[threading.Thread] = []
 
-    def prepare(self, picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
+    def prepare(
+        self, picture: Picture, detail: Detail = "auto", key: bytes | None = None, *said: ProcessorKwargs
+    ) -> PreparedItem:
         self.threads.append(threading.current_thread())
-        return super().prepare(picture, detail, key)
+        return super().prepare(picture, detail, key, *said)
 
 
 def source(

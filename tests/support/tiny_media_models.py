@@ -95,6 +95,8 @@ def make_tiny_media_model(
     }
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     _write_json(folder / "preprocessor_config.json", _processor_config(family))
+    if family == "qwen3_vl":
+        _write_json(folder / "video_preprocessor_config.json", _VIDEO_PROCESSOR)
     return folder
 
 
@@ -361,6 +363,16 @@ def _processor_config(family: MediaFamily) -> dict[str, Any]:
         "crop_size": {"height": size, "width": size},
         "do_convert_rgb": True,
     }
+
+
+_VIDEO_PROCESSOR = {
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "patch_size": PATCH_SIZE,
+    "merge_size": MERGE_SIZE,
+    "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+    "size": {"shortest_edge": 4 * (PATCH_SIZE * MERGE_SIZE) ** 2, "longest_edge": 512 * (PATCH_SIZE * MERGE_SIZE) ** 2},
+}
+"""Of Qwen3-VL, whose limits are of all frames together; the others have one file for images and videos."""
 
 
 @cache

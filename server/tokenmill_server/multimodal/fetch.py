@@ -140,15 +140,16 @@ def read_file(url: str, settings: MediaSettings, budget: Budget) -> bytes:
     return data
 
 
-async def fetch(url: str, settings: MediaSettings, budget: Budget) -> bytes:
-    """The bytes at an http or https address. Raises MediaError, at the latest when the time is up."""
+async def fetch(url: str, settings: MediaSettings, budget: Budget, kind: str = "image") -> bytes:
+    """The bytes at an http or https address of an image or a video. Raises MediaError, at the latest when the time is
+    up."""
+    timeout_s = settings.video_fetch_timeout_s if kind == "video" else settings.fetch_timeout_s
     try:
-        async with asyncio.timeout(settings.fetch_timeout_s):
+        async with asyncio.timeout(timeout_s):
             return await _follow(url, settings, budget)
     except TimeoutError as error:
         raise MediaError(
-            f"the media at {shown(url)} did not come within {settings.fetch_timeout_s:g} s, the limit that "
-            "--image-fetch-timeout sets"
+            f"the media at {shown(url)} did not come within {timeout_s:g} s, the limit that --{kind}-fetch-timeout sets"
         ) from error
 
 

@@ -132,7 +132,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
         return inner, str(file)
     raise ConfigError(
         f"{folder} has no preprocessor_config.json, which says how images are prepared; add the model's, or take text "
-        """alone with --limit-mm-per-prompt '{"image": 0}'"""
+        """alone with --limit-mm-per-prompt '{"image": 0, "video": 0}'"""
     )
 
 

@@ -18,11 +18,20 @@ class PreparedItem:
     grid: tuple[int, int, int] | None
     tensors: dict[str, MediaTensor]
     """Empty where the engine is believed to have them."""
-
     seconds_per_step: float | None = None
     """As in `MediaItem`."""
+    parts: tuple["PreparedItem", ...] = ()
+    """Of a video between whose frames stands text: the groups of frames, which are what the engine takes. Then the item
+    itself has no tensors, and its tokens are those of all parts."""
+    times: tuple[float, ...] = ()
+    """Seconds from the start of the video, of each part."""
     lease: Lease | None = None
     """Of what is being sent: keeps the bytes of the tensors in shared memory. None: they are in the tensors."""
+
+    @property
+    def pieces(self) -> tuple["PreparedItem", ...]:
+        """What the engine takes: the parts, or the item itself."""
+        return self.parts or (self,)
 
     def at(self, offset: int) -> MediaItem:
         """The item in a prompt whose token `offset` is the first of its placeholders."""
@@ -30,4 +39,4 @@ class PreparedItem:
 
     def without_tensors(self) -> "PreparedItem":
         """All that is needed of it if its tensors are elsewhere."""
-        return replace(self, tensors={})
+        return replace(self, tensors={}, parts=tuple(part.without_tensors() for part in self.parts))

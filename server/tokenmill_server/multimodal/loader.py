@@ -1,4 +1,4 @@
-"""Fetches, decodes and prepares the images of requests, beside the event loop.
+"""Fetches, decodes and prepares the images and videos of requests, beside the event loop.
 
 Waiting for hosts happens in the event loop, everything that computes in threads of its own: Pillow and numpy work
 without the interpreter's lock for most of it.
@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -21,15 +22,17 @@ from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read
 from tokenmill_server.multimodal.flights import Admit
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.names import file_name, given_name
-from tokenmill_server.multimodal.parts import ImageSource
+from tokenmill_server.multimodal.parts import MediaSource, VideoSource
 from tokenmill_server.multimodal.prepared import Find, Prepare, PreparedMedia, UnknownMediaError
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.supply import LoadedItem
+from tokenmill_server.multimodal.video_preparer import VideoPreparer
+from tokenmill_server.multimodal.wishes import MediaWishes
 
 T = TypeVar("T")
 
-_KIND = "image"
 _FETCHES_PER_THREAD = 4
 """How many images from hosts there may be at a time: each is in memory until it is decoded."""
 _SWITCH_INTERVAL_S = 0.001
@@ -46,9 +49,10 @@ class TokenRoom:
         self._max_image_tokens = max_image_tokens
         self._lock = threading.Lock()
 
-    def take(self, num_tokens: int, param: str) -> None:
-        """Raises InvalidRequestError for an image with so many tokens if that is too much."""
-        if num_tokens > self._max_image_tokens:
+    def take(self, num_tokens: int, param: str, kind: str = "image") -> None:
+        """Raises InvalidRequestError for an image or a video with so many tokens if that is too much. How large a video
+        may be is known to who prepares it."""
+        if num_tokens > self._max_image_tokens and kind == "image":
             raise InvalidRequestError(
                 f"the image takes {num_tokens} tokens, and the engine holds {self._max_image_tokens} of one image; "
                 "send a smaller one",
@@ -56,16 +60,17 @@ class TokenRoom:
             )
         with self._lock:
             if num_tokens > self._left:
-                raise ContextLengthError("the images take more tokens than this model's context has room for", param)
+                raise ContextLengthError(f"the {kind}s take more tokens than this model's context has room for", param)
             self._left -= num_tokens
 
 
 class RoomFor:
-    """A `Waiter`: one image, and the request that wants it."""
+    """A `Waiter`: one image or video, and the request that wants it."""
 
-    def __init__(self, room: TokenRoom, param: str) -> None:
+    def __init__(self, room: TokenRoom, param: str, kind: str = "image") -> None:
         self._room = room
         self._param = param
+        self._kind = kind
         self._lock = threading.Lock()
         self._fits: bool | None = None
         self._refusal: InvalidRequestError | None = None
@@ -74,7 +79,7 @@ class RoomFor:
         with self._lock:
             if self._fits is None:
                 try:
-                    self._room.take(num_tokens, self._param)
+                    self._room.take(num_tokens, self._param, self._kind)
                 except InvalidRequestError as error:
                     self._refusal = error
                 self._fits = self._refusal is None
@@ -88,26 +93,39 @@ class RoomFor:
 class MediaLoader:
     """Shared by all requests of a process."""
 
-    def __init__(self, processor: ImageProcessor, settings: MediaSettings, prepared: PreparedMedia) -> None:
+    def __init__(
+        self,
+        processor: ImageProcessor | None,
+        settings: MediaSettings,
+        prepared: PreparedMedia,
+        videos: VideoPreparer | None = None,
+    ) -> None:
+        """None: there are no images, or no videos, among the sources."""
         self.prepared = prepared
         self._processor = processor
+        self._videos = videos
+        self._flags = MediaWishes(settings.video_reading, settings.processor_kwargs)
         self._settings = settings
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
         self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
 
     async def load(
-        self, sources: Sequence[ImageSource], room: TokenRoom, scope: tuple[str, ...] = ()
+        self,
+        sources: Sequence[MediaSource],
+        room: TokenRoom,
+        scope: tuple[str, ...] = (),
+        wishes: MediaWishes | None = None,
     ) -> list[LoadedItem]:
-        """The images of one request, all at a time. If the caller is cancelled, or one fails, the others are given up.
-        What a client of one `scope` names by a uuid is nothing to those of others.
+        """The media of one request, all at a time. If the caller is cancelled, or one fails, the others are given up.
+        What a client of one `scope` names by a uuid is nothing to those of others. `wishes` None: as the flags say.
 
         Raises InvalidRequestError naming the field of one that cannot be had, or is too large for `room`.
         """
-        budget = Budget(self._settings.max_bytes)
+        request = _Request(Budget(self._settings.max_bytes), room, scope, wishes or self._flags)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(source, budget, room, scope)) for source in sources]
+                tasks = [group.create_task(self._load(source, request)) for source in sources]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -116,49 +134,58 @@ class MediaLoader:
         """Ends the threads, once they have nothing left to do."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load(self, source: ImageSource, budget: Budget, room: TokenRoom, scope: tuple[str, ...]) -> LoadedItem:
-        waiter = RoomFor(room, source.param)
-        options = self._processor.options_text(source.detail)
-        given = None if source.uuid is None else given_name(scope, source.uuid, _KIND, options)
+    async def _load(self, source: MediaSource, request: "_Request") -> LoadedItem:
+        waiter = RoomFor(request.room, source.param, source.kind)
+        options, prepare = self._work(source, request.wishes)
+        given = None if source.uuid is None else given_name(request.scope, source.uuid, source.kind, options)
+        content = source.content
         try:
-            if source.image is None:
+            if content is None:
                 return LoadedItem(self.prepared.find_given(given or b"", waiter), source.param, None)
-            if isinstance(source.image, Image.Image):
-                work = partial(self._prepare_given, source.image, source.detail)
+            if isinstance(content, Image.Image):
+                work: Prepare = partial(prepare, content)
                 item = await self.prepared.prepare(None, waiter, work, self._in_thread)
-                loaded = self._loaded(item, work, source)
-            elif scheme_of(source.image) in ("http", "https"):
+            elif scheme_of(content) in ("http", "https"):
                 async with self._fetches:
-                    data = await fetch(source.image, self._settings, budget)
-                    loaded = await self._from_file(data, waiter, options, source)
+                    data = await fetch(content, self._settings, request.budget, source.kind)
+                    work = partial(prepare, data)
+                    item = await self._from_file(data, waiter, options, work, source.kind)
             else:
-                data = await self._in_thread(partial(self._read, source.image, budget))
-                loaded = await self._from_file(data, waiter, options, source)
+                data = await self._in_thread(partial(self._read, content, request.budget, source.kind))
+                work = partial(prepare, data)
+                item = await self._from_file(data, waiter, options, work, source.kind)
+                if scheme_of(content) == "data":
+                    # The request has its own copy of these bytes; what others have may be another one next time.
+                    work = partial(self._read_and_prepare, content, source.kind, prepare)
+            loaded = self._loaded(item, work, source)
         except MediaError as error:
             raise MediaError(str(error), source.param) from error
         except UnknownMediaError as error:
             raise InvalidRequestError(
-                f"no image is known under this uuid: {error}; send its url as well", source.param
+                f"no {source.kind} is known under this uuid: {error}; send its url as well", source.param
             ) from error
         if given is not None:
             self.prepared.give_name(given, loaded.item)
         return loaded
 
-    async def _from_file(self, data: bytes, waiter: RoomFor, options: str, source: ImageSource) -> LoadedItem:
-        """An encoded image, decoded only if what it becomes is not known."""
-        work: Prepare = partial(self._decode_and_prepare, data, source.detail)
+    def _work(self, source: MediaSource, wishes: MediaWishes) -> tuple[str, Callable[..., PreparedItem]]:
+        """All that decides, beside its content, what becomes of a source; and what makes that of its content."""
+        if isinstance(source, VideoSource):
+            assert self._videos is not None
+            return self._videos.options_text(wishes), partial(self._prepare_video, wishes)
+        assert self._processor is not None
+        wanted = _Wanted(source.detail, wishes.kwargs)
+        return self._processor.options_text(source.detail, wishes.kwargs), partial(self._prepare_image, wanted)
+
+    async def _from_file(self, data: bytes, waiter: RoomFor, options: str, work: Prepare, kind: str) -> PreparedItem:
+        """An encoded image or video, decoded only if what it becomes is not known."""
         name, item = None, None
         if self.prepared.is_caching:
-            name = await self._in_thread(partial(file_name, data, _KIND, options))
+            name = await self._in_thread(partial(file_name, data, kind, options))
             item = self.prepared.find(name, waiter)
-        if item is None:
-            item = await self.prepared.prepare(name, waiter, work, self._in_thread)
-        if isinstance(source.image, str) and scheme_of(source.image) == "data":
-            # The request has its own copy of these bytes; what others have may be another one next time.
-            work = partial(self._read_and_prepare, source.image, source.detail)
-        return self._loaded(item, work, source)
+        return item or await self.prepared.prepare(name, waiter, work, self._in_thread)
 
-    def _loaded(self, item: PreparedItem, again: Prepare, source: ImageSource) -> LoadedItem:
+    def _loaded(self, item: PreparedItem, again: Prepare, source: MediaSource) -> LoadedItem:
         """`again` makes it once more, if the engine core lacks it."""
         return LoadedItem(item, source.param, partial(self.prepared.prepare_again, item.key, again, self._in_thread))
 
@@ -167,28 +194,48 @@ class MediaLoader:
 
     # --- in threads -----------------------------------------------------------------------------------------------
 
-    def _read(self, image: str, budget: Budget) -> bytes:
-        match scheme_of(image):
+    def _read(self, url: str, budget: Budget, kind: str) -> bytes:
+        match scheme_of(url):
             case "data":
-                return read_data_url(image, budget)
+                return read_data_url(url, budget)
             case "file":
-                return read_file(image, self._settings, budget)
-        raise MediaError("an image has an http:, https: or data: address")
+                return read_file(url, self._settings, budget)
+        raise MediaError(f"{'an' if kind == 'image' else 'a'} {kind} has an http:, https: or data: address")
 
-    def _read_and_prepare(self, image: str, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
-        data = self._read(image, Budget(self._settings.max_bytes))
-        return self._decode_and_prepare(data, detail, admit, find)
+    def _read_and_prepare(
+        self, url: str, kind: str, prepare: Callable[..., PreparedItem], admit: Admit, find: Find
+    ) -> PreparedItem:
+        return prepare(self._read(url, Budget(self._settings.max_bytes), kind), admit, find)
 
-    def _decode_and_prepare(self, data: bytes, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
-        return self._prepare(decode(data, self._settings.max_pixels), detail, admit, find)
+    def _prepare_video(self, wishes: MediaWishes, data: bytes, admit: Admit, find: Find) -> PreparedItem:
+        assert self._videos is not None
+        return self._videos.prepare(data, wishes, admit, find)
 
-    def _prepare_given(self, image: Image.Image, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
-        return self._prepare(_given(image, self._settings.max_pixels), detail, admit, find)
+    def _prepare_image(self, wanted: "_Wanted", content: bytes | Image.Image, admit: Admit, find: Find) -> PreparedItem:
+        processor, most = self._processor, self._settings.max_pixels
+        assert processor is not None
+        picture = _given(content, most) if isinstance(content, Image.Image) else decode(content, most)
+        admit(processor.num_tokens(picture, wanted.detail, wanted.kwargs))
+        key = processor.key(picture, wanted.detail, wanted.kwargs)
+        return find(key) or processor.prepare(picture, wanted.detail, key, wanted.kwargs)
 
-    def _prepare(self, picture: Picture, detail: Detail, admit: Admit, find: Find) -> PreparedItem:
-        admit(self._processor.num_tokens(picture, detail))
-        key = self._processor.key(picture, detail)
-        return find(key) or self._processor.prepare(picture, detail, key)
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the media of one request share."""
+
+    budget: Budget
+    room: TokenRoom
+    scope: tuple[str, ...]
+    wishes: MediaWishes
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an image is to become."""
+
+    detail: Detail
+    kwargs: ProcessorKwargs
 
 
 def _given(image: Image.Image, max_pixels: int) -> Picture:

@@ -1,26 +1,30 @@
-"""Images in the content of messages: found, checked and replaced by what chat templates expect in their place.
+"""Images and videos in the content of messages: found, checked and replaced by what chat templates expect there.
 
 Knows nothing of where images come from, nor of models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from PIL import Image
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.multimodal.processor import Detail
+from tokenmill_server.multimodal.settings import PromptLimits
 from tokenmill_server.processing.chat_template import TEXT_PARTS, text_of_content
 from tokenmill_server.processing.shown import shown
 
 IMAGE_PART = {"type": "image"}
-"""An image, in a content that a template is to render."""
+VIDEO_PART = {"type": "video"}
+"""An image and a video, in a content that a template is to render."""
+PLACES = {"image": IMAGE_PART, "video": VIDEO_PART}
 
 _IMAGE_KINDS = frozenset({"image_url", "input_image"})
+_VIDEO_KIND = "video_url"
 _LOCAL_KIND = "image_pil"
-_OTHER_MEDIA = frozenset(
-    {"input_audio", "audio_url", "video_url", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"}
-)
+_OTHER_MEDIA = frozenset({"input_audio", "audio_url", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"})
+_MEDIA = _IMAGE_KINDS | _OTHER_MEDIA | {_VIDEO_KIND, _LOCAL_KIND}
 _DETAILS = ("auto", "low", "high")
 _MAX_UUID_CHARS = 1024
 
@@ -37,43 +41,87 @@ class ImageSource:
     """The field it came from."""
     uuid: str | None = None
     """What the client calls it."""
+    kind: ClassVar[str] = "image"
+
+    @property
+    def content(self) -> str | Image.Image | None:
+        return self.image
 
 
-def content_with_images(content: Any, path: str, images: list[ImageSource], *, local: bool = False) -> Any:
-    """The content of one message: text, or, if it has images, a list of `{"type": "text", "text": ...}` and
-    `IMAGE_PART` in the order given. Its images are appended to `images`. With `local` it comes from within the same
-    program, which may hand over images of Pillow's.
+@dataclass(slots=True, frozen=True)
+class VideoSource:
+    """A video that a message names."""
 
-    Raises InvalidRequestError naming the part at `path` for anything else.
-    """
-    known = _IMAGE_KINDS | {_LOCAL_KIND} if local else _IMAGE_KINDS
-    kinds = [_kind_of(part) for part in content] if isinstance(content, list) else []
-    for index, kind in enumerate(kinds):
-        if kind in _OTHER_MEDIA or (kind == _LOCAL_KIND and not local):
+    video: str | None
+    """An address (http, https, data or file); None: it was sent before, under the same `uuid`."""
+    param: str
+    """The field it came from."""
+    uuid: str | None = None
+    """What the client calls it."""
+    kind: ClassVar[str] = "video"
+
+    @property
+    def content(self) -> str | None:
+        return self.video
+
+
+MediaSource = ImageSource | VideoSource
+
+
+class MediaParts:
+    """Takes the media out of the contents of messages."""
+
+    def __init__(self, model: str, *, images: bool = False, videos: bool = False, local: bool = False) -> None:
+        """Which kinds `model` takes. `local`: messages come from within the same program, which may hand over images of
+        Pillow's."""
+        self.sources: list[MediaSource] = []
+        """What was found, in order."""
+        self._model = model
+        self._known = frozenset[str]()
+        if images:
+            self._known |= _IMAGE_KINDS | ({_LOCAL_KIND} if local else set())
+        if videos:
+            self._known |= {_VIDEO_KIND}
+        takes = ["text"] + ["images (image_url)"] * images + ["videos (video_url)"] * videos
+        self._takes = f"{', '.join(takes[:-1])} and {takes[-1]}" if len(takes) > 1 else "text only"
+
+    def content(self, given: Any, path: str) -> Any:
+        """The content of one message: text, or, if it has media, a list of `{"type": "text", "text": ...}`,
+        `IMAGE_PART` and `VIDEO_PART` in the order given.
+
+        Raises InvalidRequestError naming the part at `path` for anything else.
+        """
+        kinds = [_kind_of(part) for part in given] if isinstance(given, list) else []
+        for index, kind in enumerate(kinds):
+            if kind in _MEDIA and kind not in self._known:
+                raise InvalidRequestError(
+                    f"content parts of type {shown(kind)} are not supported: the model {shown(self._model)} takes "
+                    f"{self._takes} here",
+                    f"{path}[{index}].type",
+                    "unsupported_parameter",
+                )
+        if not self._known & set(kinds):
+            return text_of_content(given, path)
+        parts: list[dict[str, Any]] = []
+        for index, (part, kind) in enumerate(zip(given, kinds, strict=True)):
+            if kind in self._known:
+                source = _source(part, kind or "", f"{path}[{index}]")
+                self.sources.append(source)
+                parts.append(PLACES[source.kind])
+            else:
+                parts.append({"type": "text", "text": _text_of_part(part, index, path)})
+        return parts
+
+
+def check_num_media(sources: Sequence[MediaSource], limits: PromptLimits) -> None:
+    """Raises InvalidRequestError for more images or videos than a request may have."""
+    for kind, most in (("image", limits.images), ("video", limits.videos)):
+        some = [source for source in sources if source.kind == kind]
+        if len(some) > most:
             raise InvalidRequestError(
-                f"content parts of type {shown(kind)} are not supported; this server takes text and images (image_url)",
-                f"{path}[{index}].type",
-                "unsupported_parameter",
+                f"the request has {len(some)} {kind}s, more than the {most} that --limit-mm-per-prompt allows",
+                some[most].param,
             )
-    if not known & set(kinds):
-        return text_of_content(content, path)
-    parts: list[dict[str, Any]] = []
-    for index, (part, kind) in enumerate(zip(content, kinds, strict=True)):
-        if kind in known:
-            images.append(_image_source(part, kind, f"{path}[{index}]"))
-            parts.append(IMAGE_PART)
-        else:
-            parts.append({"type": "text", "text": _text_of_part(part, index, path)})
-    return parts
-
-
-def check_num_images(images: list[ImageSource], max_images: int) -> None:
-    """Raises InvalidRequestError for more images than a request may have."""
-    if len(images) > max_images:
-        raise InvalidRequestError(
-            f"the request has {len(images)} images, more than the {max_images} that --limit-mm-per-prompt allows",
-            images[max_images].param,
-        )
 
 
 def _kind_of(part: Any) -> str | None:
@@ -87,6 +135,25 @@ def _text_of_part(part: Any, index: int, path: str) -> str:
         return text_of_content([part], path) or ""
     padding = [""] * index  # so that the error names the right one
     return text_of_content([*padding, part], path) or ""
+
+
+def _source(part: dict[str, Any], kind: str, path: str) -> MediaSource:
+    return _video_source(part, path) if kind == _VIDEO_KIND else _image_source(part, kind, path)
+
+
+def _video_source(part: dict[str, Any], path: str) -> VideoSource:
+    uuid, field, value = _uuid(part, path), _VIDEO_KIND, part.get(_VIDEO_KIND)
+    if isinstance(value, dict):
+        field, value = "video_url.url", value.get("url")
+    if value is None and uuid is not None:
+        return VideoSource(None, f"{path}.uuid", uuid)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(
+            'a video is {"type": "video_url", "video_url": {"url": "https://..."}}, or with a data: address; its '
+            "url is missing or no text",
+            f"{path}.{field}",
+        )
+    return VideoSource(value, f"{path}.{field}", uuid)
 
 
 def _image_source(part: dict[str, Any], kind: str, path: str) -> ImageSource:

@@ -15,6 +15,7 @@ from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.names import AmbiguousNameError, MediaNames
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
 from tokenmill_server.multimodal.shared_cache import SharedCache
+from tokenmill_server.multimodal.wholes import Wholes
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class PreparedMedia:
         shared, if the placement says that they are."""
         self._cache = _make_cache(placement, store)
         self._names = MediaNames(placement.names_bytes)
+        self._wholes = Wholes(placement.names_bytes)
         self._flights = Flights()
         self._on_lookup = on_lookup or _ignore
 
@@ -91,19 +93,20 @@ class PreparedMedia:
 
             def find(key: bytes) -> PreparedItem | None:
                 nonlocal was_known
-                item = cache.find(key)
+                item = self._find(cache, key)
                 was_known = item is not None
                 return item
 
             def prepare_and_keep() -> PreparedItem:
                 item = prepare(admit, find)
                 if not was_known:
-                    cache.keep(item)
+                    for piece in item.pieces:
+                        cache.keep(piece)
                 return item
 
             item = await in_thread(prepare_and_keep)
             if not was_known:
-                cache.add(item)
+                self._add(cache, item)
             if name is not None:
                 self._names.remember(name, item.key)
             return item
@@ -147,9 +150,19 @@ class PreparedMedia:
         if self._cache is not None:
             self._cache.clear()
 
+    def _find(self, cache: ProcessorCache, key: bytes) -> PreparedItem | None:
+        """The item with this key, with all of its parts if it has some. Called from any thread."""
+        return self._wholes.find(key, cache.find) or cache.find(key)
+
+    def _add(self, cache: ProcessorCache, item: PreparedItem) -> None:
+        for piece in item.pieces:
+            cache.add(piece)
+        if item.parts:
+            self._wholes.remember(item)
+
     def _found(self, name: bytes, waiter: Waiter) -> PreparedItem | None:
         key = self._names.find(name)
-        item = None if key is None or self._cache is None else self._cache.find(key)
+        item = None if key is None or self._cache is None else self._find(self._cache, key)
         if item is not None:
             waiter.take(item.num_tokens)
             waiter.check()

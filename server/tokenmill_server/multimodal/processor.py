@@ -21,6 +21,7 @@ from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.image_options import ImageOptions
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.keys import media_key
+from tokenmill_server.multimodal.processor_kwargs import NOTHING_SAID, ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.views import cut_views
 
@@ -40,14 +41,12 @@ class ImageProcessor:
     def __init__(self, media: MediaConfig, options: ImageOptions) -> None:
         self._tokens_per_image, self._views = media.vision.tokens_per_image, media.views
         self._options = options
-        low_pixels = min(options.max_pixels, max(options.min_pixels, _LOW_DETAIL_PIXELS))
-        self._low_options = replace(options, max_pixels=low_pixels, views=None)
         self._values = _tensor(_value_table(options))
-        self._keyed = {each: each.text() for each in (self._options, self._low_options)}
+        self._has_sizes = options.method == "qwen2_vl"
 
-    def num_tokens(self, picture: Picture, detail: Detail = "auto") -> int:
+    def num_tokens(self, picture: Picture, detail: Detail = "auto", said: ProcessorKwargs = NOTHING_SAID) -> int:
         """How many tokens `prepare` will say, which is quick to know. Raises MediaError as it does."""
-        options = self._options_for(detail)
+        options = self._options_for(detail, said)
         if self._views is not None:
             return self._views.num_rows(*_views_grid(picture.height, picture.width, options))
         if self._tokens_per_image is not None:
@@ -55,23 +54,29 @@ class ImageProcessor:
         height, width = qwen2_vl_size(picture.height, picture.width, options)
         return height * width // (options.patch_size * options.merge_size) ** 2
 
-    def options_text(self, detail: Detail = "auto") -> str:
+    def options_text(self, detail: Detail = "auto", said: ProcessorKwargs = NOTHING_SAID) -> str:
         """All that decides, beside the image, what `prepare` makes of it."""
-        return self._keyed[self._options_for(detail)]
+        return self._options_for(detail, said).text()
 
-    def key(self, picture: Picture, detail: Detail = "auto") -> bytes:
+    def key(self, picture: Picture, detail: Detail = "auto", said: ProcessorKwargs = NOTHING_SAID) -> bytes:
         """The key that `prepare` gives it. Takes about a millisecond for each megabyte of pixels."""
-        return media_key(picture, self.options_text(detail))
+        return media_key(picture, self.options_text(detail, said))
 
-    def prepare(self, picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
+    def prepare(
+        self,
+        picture: Picture,
+        detail: Detail = "auto",
+        key: bytes | None = None,
+        said: ProcessorKwargs = NOTHING_SAID,
+    ) -> PreparedItem:
         """Resizes, and crops or cuts into patches. `detail` low: of a model that takes images of any size at most
         512 x 512 pixels, and of one that sees them in several views the whole alone. `key`: what `key` says of it, if
-        that is known. Takes long: call it in a thread.
+        that is known. `said`: what counts more than the model's own options. Takes long: call it in a thread.
 
         Raises MediaError for an image that the model does not take.
         """
-        options = self._options_for(detail)
-        key = key or self.key(picture, detail)
+        options = self._options_for(detail, said)
+        key = key or self.key(picture, detail, said)
         grid: tuple[int, int, int] | None
         if options.method == "qwen2_vl":
             pixels, grid = _patches(picture.image, options)
@@ -80,10 +85,18 @@ class ImageProcessor:
         else:
             pixels, grid = _square(picture.image, options).transpose(2, 0, 1), None
         tensors = {"pixel_values": _tensor(pixels), "values": self._values}
-        return PreparedItem("image", key, self.num_tokens(picture, detail), grid, tensors)
+        return PreparedItem("image", key, self.num_tokens(picture, detail, said), grid, tensors)
 
-    def _options_for(self, detail: Detail) -> ImageOptions:
-        return self._low_options if detail == "low" else self._options
+    def _options_for(self, detail: Detail, said: ProcessorKwargs) -> ImageOptions:
+        options = self._options
+        if self._has_sizes and (said.min_pixels is not None or said.max_pixels is not None):
+            least = options.min_pixels if said.min_pixels is None else said.min_pixels
+            most = options.max_pixels if said.max_pixels is None else said.max_pixels
+            options = replace(options, min_pixels=least, max_pixels=most)
+        if detail == "low":
+            low_pixels = min(options.max_pixels, max(options.min_pixels, _LOW_DETAIL_PIXELS))
+            options = replace(options, max_pixels=low_pixels, views=None)
+        return options
 
 
 def _patches(image: Image.Image, options: ImageOptions) -> tuple[Pixels, tuple[int, int, int]]:

@@ -28,3 +28,10 @@ class ProcessorKwargs:
         if self.fps is not None or self.num_frames is not None:
             other = replace(other, fps=None, num_frames=None)
         return replace(other, **{name: value for name, value in said.items() if value is not None})
+
+    @property
+    def is_empty(self) -> bool:
+        return self == NOTHING_SAID
+
+
+NOTHING_SAID = ProcessorKwargs()

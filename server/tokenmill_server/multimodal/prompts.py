@@ -1,115 +1,174 @@
-"""Where the images of a conversation stand in its prompt.
+"""Where the images and videos of a conversation stand in its prompt.
 
-A template writes the model's image token once for each image; it becomes as many of them as the image has rows. Only
-those that the template wrote count: what a user typed stays text that happens to name a token, whatever it says.
+A template writes the model's token for an image or a video once for each; it becomes as many of them as the encoder
+gives rows. Only those that the template wrote count: what a user typed stays text that happens to name a token.
 """
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.errors import ConfigError, InvalidRequestError
 from tokenmill_engine.messages import MediaItem
 from tokenmill_server.multimodal.items import PreparedItem
-from tokenmill_server.multimodal.parts import IMAGE_PART
+from tokenmill_server.multimodal.parts import PLACES
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 _PROBE = "probe"
 
 
+@dataclass(slots=True, frozen=True)
+class Expanded:
+    """A prompt with media in it."""
+
+    token_ids: list[int]
+    items: tuple[MediaItem, ...]
+    """Ascending."""
+    order: tuple[tuple[int, int], ...]
+    """Of each item, which of the media it belongs to, and which of its pieces it is."""
+
+
 class Placeholders:
-    """The image token of one model and how its template writes it."""
+    """The tokens of one model for images and videos, and how its template writes them."""
 
     def __init__(self, media: MediaConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        """Raises ConfigError if the tokenizer has no image token."""
-        text = tokenizer.token_string(media.image_token_id)
-        if text is None:
-            raise ConfigError(f"the tokenizer has no token {media.image_token_id}, which stands for images")
-        self.token_id = media.image_token_id
-        self.token = text
-        around = [
-            "" if token_id is None else tokenizer.token_string(token_id) or ""
+        """Raises ConfigError if the tokenizer lacks a token."""
+        self._tokenizer = tokenizer
+        ids = {"image": media.image_token_id}
+        if media.takes_video and media.video_token_id is not None:
+            ids["video"] = media.video_token_id
+        self.token_ids: Mapping[str, int] = ids
+        self.tokens: Mapping[str, str] = {kind: self._text_of(token_id, kind) for kind, token_id in ids.items()}
+        self._around = [
+            [] if token_id is None else [token_id]
             for token_id in (media.vision_start_token_id, media.vision_end_token_id)
         ]
-        self._in_text = text.join(around)
-        """What stands for an image in the text that a template gets, if it knows of text alone."""
-        self._takes_lists = template is not None and self._renders_images(template)
+        start, end = ("".join(tokenizer.token_string(each) or "" for each in side) for side in self._around)
+        self._in_text = {kind: f"{start}{token}{end}" for kind, token in self.tokens.items()}
+        """What stands for them in the text that a template gets, if it knows of text alone."""
+        self._in_lists = {
+            kind for kind in self.tokens if template is not None and self._renders(template, PLACES[kind], kind)
+        }
 
-    def _renders_images(self, template: ChatTemplate) -> bool:
-        """Whether the template makes an image token of an image in a list of parts."""
-        message = {"role": "user", "content": [IMAGE_PART, {"type": "text", "text": _PROBE}]}
+    def _text_of(self, token_id: int, kind: str) -> str:
+        text = self._tokenizer.token_string(token_id)
+        if text is None:
+            raise ConfigError(f"the tokenizer has no token {token_id}, which stands for {kind}s")
+        return text
+
+    def _renders(self, template: ChatTemplate, place: Mapping[str, str], kind: str) -> bool:
+        """Whether the template makes a token of an image or a video in a list of parts."""
+        message = {"role": "user", "content": [place, {"type": "text", "text": _PROBE}]}
         try:
             text = template.render([message], add_generation_prompt=False, variables={})
         except InvalidRequestError:
             return False
-        return text.count(self.token) == 1 and _PROBE in text
+        return text.count(self.tokens[kind]) == 1 and _PROBE in text
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Messages as the template takes them: with lists of parts, or with text that has placeholders in it."""
         return [
-            {**message, "content": self._as_text(message["content"])}
-            if isinstance(message["content"], list) and not self._takes_lists
+            {**message, "content": self._content(message["content"])}
+            if isinstance(message["content"], list)
             else message
             for message in messages
         ]
 
-    def _as_text(self, parts: Sequence[Mapping[str, Any]]) -> str:
-        return "\n".join(self._in_text if part is IMAGE_PART else str(part["text"]) for part in parts)
+    def _content(self, parts: Sequence[Mapping[str, Any]]) -> Any:
+        if not self._in_lists:
+            return "\n".join(self._in_text[kind] if (kind := _kind(part)) else str(part["text"]) for part in parts)
+        return [
+            {"type": "text", "text": self._in_text[kind]}
+            if (kind := _kind(part)) and kind not in self._in_lists
+            else part
+            for part in parts
+        ]
 
-    def expand(
-        self, token_ids: Sequence[int], are_images: Sequence[bool], images: Sequence[PreparedItem]
-    ) -> tuple[list[int], tuple[MediaItem, ...]]:
-        """The prompt with one image token for each row, and where each image stands. `are_images` says of each image
-        token in `token_ids`, in order, whether it stands for an image."""
-        if list(token_ids).count(self.token_id) != len(are_images):
-            raise InvalidRequestError("the text reads like the model's own name for images", "messages")
+    def expand(self, token_ids: Sequence[int], are_places: Sequence[bool], media: Sequence[PreparedItem]) -> Expanded:
+        """The prompt with one token for each row. `are_places` says of each token for an image or a video in
+        `token_ids`, in order, whether it stands for one; those of a kind are in the order of `media`."""
+        kinds = {token_id: kind for kind, token_id in self.token_ids.items()}
+        if sum(token_id in kinds for token_id in token_ids) != len(are_places):
+            raise InvalidRequestError("the text reads like the model's own name for images or videos", "messages")
+        rest = {kind: iter([each for each in enumerate(media) if each[1].kind == kind]) for kind in self.tokens}
         expanded: list[int] = []
         items: list[MediaItem] = []
-        flags, rest = iter(are_images), iter(images)
+        order: list[tuple[int, int]] = []
+        flags = iter(are_places)
         for token_id in token_ids:
-            if token_id == self.token_id and next(flags):
-                image = next(rest)
-                items.append(image.at(len(expanded)))
-                expanded.extend([token_id] * image.num_tokens)
-            else:
+            if token_id not in kinds or not next(flags):
                 expanded.append(token_id)
-        return expanded, tuple(items)
+                continue
+            source, item = next(rest[kinds[token_id]])
+            for number, piece in enumerate(item.pieces):
+                start, end = self._sides(item, number)
+                expanded.extend(start)
+                items.append(piece.at(len(expanded)))
+                expanded.extend([token_id] * piece.num_tokens)
+                expanded.extend(end)
+                order.append((source, number))
+        return Expanded(expanded, tuple(items), tuple(order))
+
+    def _sides(self, item: PreparedItem, number: int) -> tuple[list[int], list[int]]:
+        """What stands in front of a group of frames that is told its time, and behind it."""
+        if not item.times:
+            return [], []
+        start, end = self._around
+        time = self._tokenizer.encode(f"<{item.times[number]:.1f} seconds>", add_special_tokens=False)
+        return [*time, *start], end
+
+
+def _kind(part: Mapping[str, Any]) -> str | None:
+    """`image` or `video`, if that is what stands there."""
+    return next((kind for kind, place in PLACES.items() if part is place), None)
 
 
 class TypedTokens:
-    """Keeps the image tokens that a user typed apart from those that a template writes: they are something else while
-    the template works."""
+    """Keeps the tokens for images and videos that a user typed apart from those that a template writes: they are
+    something else while the template works."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
-        self._mark = f"typed{uuid.uuid4().hex}"
+    def __init__(self, tokens: Mapping[str, str]) -> None:
+        """The tokens by kind."""
+        mark = f"typed{uuid.uuid4().hex}"
+        self._tokens = tokens
+        self._marks = {kind: f"{mark}{kind}" for kind in tokens}
 
     def hidden(self, value: Any) -> Any:
-        """A copy of messages or variables with every image token in their texts replaced."""
+        """A copy of messages or variables with every such token in their texts replaced."""
         if isinstance(value, str):
-            return value.replace(self._token, self._mark)
+            for kind, token in self._tokens.items():
+                value = value.replace(token, self._marks[kind])
+            return value
         if isinstance(value, Mapping):
-            return (
-                value if value is IMAGE_PART else {self.hidden(key): self.hidden(each) for key, each in value.items()}
-            )
+            return value if _kind(value) else {self.hidden(key): self.hidden(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
             return [self.hidden(each) for each in value]
         return value
 
-    def shown(self, text: str, num_images: int) -> tuple[str, list[bool]]:
-        """The rendered text with those tokens back in place, and of each image token in it whether it stands for an
-        image.
+    def shown(self, text: str, kinds: Sequence[str]) -> tuple[str, list[bool]]:
+        """The rendered text with those tokens back in place, and of each token in it whether it stands for an image or
+        a video. `kinds`: of the media of the conversation.
 
-        Raises InvalidRequestError unless the template wrote one for each image.
+        Raises InvalidRequestError unless the template wrote one for each of them.
         """
-        are_images: list[bool] = []
-        for index, piece in enumerate(text.split(self._mark)):
-            are_images += [False] * (index > 0) + [True] * piece.count(self._token)
-        if sum(are_images) != num_images:
-            raise InvalidRequestError(
-                f"the chat template writes {sum(are_images)} places for images where the conversation has {num_images}",
-                "messages",
-            )
-        return text.replace(self._mark, self._token), are_images
+        found: list[tuple[int, bool, str]] = []
+        for kind, token in self._tokens.items():
+            for is_place, sought in ((True, token), (False, self._marks[kind])):
+                start = text.find(sought)
+                while start >= 0:
+                    found.append((start, is_place, kind))
+                    start = text.find(sought, start + len(sought))
+        for kind in self._tokens:
+            places = sum(is_place for _, is_place, each in found if each == kind)
+            if places != kinds.count(kind):
+                raise InvalidRequestError(
+                    f"the chat template writes {places} places for {kind}s where the conversation has "
+                    f"{kinds.count(kind)}",
+                    "messages",
+                )
+        for kind, token in self._tokens.items():
+            text = text.replace(self._marks[kind], token)
+        return text, [is_place for _, is_place, _ in sorted(found)]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,16 @@ class LoadedItem:
     """The field it came from."""
     again: Again | None
     """Prepares it once more, from what the client sent. None: it sent a name alone."""
+
+    def piece(self, index: int) -> "LoadedItem":
+        """What the engine takes of it."""
+        if not self.item.parts:
+            return self
+        return LoadedItem(self.item.parts[index], self.param, self.again and partial(_piece, self.again, index))
+
+
+async def _piece(again: Again, index: int) -> PreparedItem:
+    return (await again()).parts[index]
 
 
 class RequestSupply:

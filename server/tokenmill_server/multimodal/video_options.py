@@ -132,7 +132,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
             return given, str(folder / name)
     raise ConfigError(
         f"{folder} has no video_preprocessor_config.json, which says how videos are prepared; add the model's, or take "
-        """none with --limit-mm-per-prompt '{"video": 0}'"""
+        """none with --limit-mm-per-prompt '{"image": 0, "video": 0}'"""
     )
 
 
@@ -182,7 +182,8 @@ def _method(given: Mapping[str, Any], media: MediaConfig, source: str) -> VideoM
     if name not in _METHODS:
         raise ConfigError(f"{source}: videos are prepared by {name}; supported: {', '.join(_METHODS)}")
     if _METHODS[name] != own:
-        raise ConfigError(f"{source}: {name} does not fit a model of the kind {media.kind}")
+        wanted = next(each for each, method in _METHODS.items() if method == own)
+        raise ConfigError(f"{source}: {name} does not fit this model, whose videos are prepared as by {wanted}")
     return own
 
 

@@ -4,8 +4,8 @@ from collections.abc import Set
 from typing import Any
 
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_server.multimodal.parts import ImageSource, content_with_images
-from tokenmill_server.processing.chat_template import RESERVED_NAMES, Message, text_of_content
+from tokenmill_server.multimodal.parts import MediaParts
+from tokenmill_server.processing.chat_template import RESERVED_NAMES, Message
 from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.protocol.fields import GenerationFields, Int, List
@@ -26,6 +26,8 @@ class ChatRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: List[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """Without tools there are no calls to be parallel."""
 
@@ -70,28 +72,24 @@ def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set
     )
 
 
-def parse_messages(messages: list[dict[str, Any]], images: list[ImageSource] | None = None) -> list[Message]:
-    """Messages with plain text content, as templates expect them. Where `images` are taken they are appended to it, and
-    contents that have some are lists of parts.
+def parse_messages(messages: list[dict[str, Any]], parts: MediaParts) -> list[Message]:
+    """Messages with plain text content, as templates expect them. `parts` takes the media out; contents that have some
+    are lists of parts.
 
     Raises InvalidRequestError naming the message that is malformed or asks for what is not supported.
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty", "messages")
-    return [_parse_message(message, f"messages[{index}]", images) for index, message in enumerate(messages)]
+    return [_parse_message(message, f"messages[{index}]", parts) for index, message in enumerate(messages)]
 
 
-def _parse_message(message: dict[str, Any], path: str, images: list[ImageSource] | None) -> Message:
+def _parse_message(message: dict[str, Any], path: str, parts: MediaParts) -> Message:
     role = message.get("role")
     if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
         raise InvalidRequestError("tool calls are not supported by this server", path, "unsupported_parameter")
     if role not in _ROLES:
         raise InvalidRequestError(f"role must be one of {', '.join(_ROLES)}, got {shown(role)}", f"{path}.role")
-    given, path_of_content = message.get("content"), f"{path}.content"
-    if images is None:
-        content = text_of_content(given, path_of_content)
-    else:
-        content = content_with_images(given, path_of_content, images)
+    content = parts.content(message.get("content"), f"{path}.content")
     if content is None:
         raise InvalidRequestError("content is missing", f"{path}.content")
     extra = {name: value for name, value in message.items() if value is not None}

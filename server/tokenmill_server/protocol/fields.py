@@ -217,9 +217,10 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 """Fields that would change the output but that this server does not implement, with the values that ask nothing."""
 
 
-def refuse_unsupported(body: Json) -> None:
-    """Raises InvalidRequestError for a field that would be without effect although the client relies on it."""
-    for name in UNSUPPORTED.keys() & body.keys():
+def refuse_unsupported(body: Json, known: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for a field that would be without effect although the client relies on it. `known` are
+    fields of the request, which some kinds of requests have."""
+    for name in UNSUPPORTED.keys() & body.keys() - known.keys():
         if not UNSUPPORTED[name](body[name]) and not _is_moot(name, body):
             raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
     best_of = body.get("best_of")
@@ -238,5 +239,5 @@ def _is_moot(name: str, body: Json) -> bool:
 def ignored_fields(body: Json, known: Mapping[str, Any]) -> list[str]:
     """Names in `body` that have no effect although they ask for something: the reply says so in a header."""
     unknown = {name for name in body.keys() - known.keys() - UNSUPPORTED.keys() if name != "best_of"}
-    moot = {name for name in UNSUPPORTED.keys() & body.keys() if not UNSUPPORTED[name](body[name])}
+    moot = {name for name in UNSUPPORTED.keys() & body.keys() - known.keys() if not UNSUPPORTED[name](body[name])}
     return sorted(unknown | moot)

@@ -3,7 +3,7 @@
 from fastapi import Request
 from starlette.responses import Response
 
-from tokenmill_server.multimodal.parts import ImageSource
+from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.processing.chat_template import text_of_message
 from tokenmill_server.processing.sampling_checks import check_num_prompt_logprobs
 from tokenmill_server.protocol.chat import ChatRequest, chat_options, parse_messages
@@ -19,8 +19,8 @@ async def create_chat_completion(request: Request) -> Response:
     """Continues a conversation."""
     call, fields = await open_call(request, ChatRequest)
     inputs, defaults = call.context.inputs, call.context.config.default_sampling
-    images: list[ImageSource] = []
-    messages = parse_messages(fields.messages, None if call.context.images is None else images)
+    media, parts = call.context.media, call.context.media_parts()
+    messages = parse_messages(fields.messages, parts)
     options = chat_options(fields, inputs.template_variables)
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:
@@ -31,10 +31,10 @@ async def create_chat_completion(request: Request) -> Response:
         logprobs=fields.num_top_logprobs(),
         prompt_logprobs=fields.prompt_logprobs,
     )
-    if images and call.context.images is not None:
-        scope = (api_key_of(request), fields.cache_salt or "")
-        work = call.context.images.encode(messages, images, options, fields.truncation(), scope)
-        prompt = await while_connected(request, work)
+    wishes = call.context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
+    if parts.sources and media is not None:
+        asked = MediaRequest(parts.sources, wishes, (api_key_of(request), fields.cache_salt or ""))
+        prompt = await while_connected(request, media.encode(messages, asked, options, fields.truncation()))
     else:
         prompt = await inputs.encode_chat(messages, options, fields.truncation())
     generation_request = inputs.build(

@@ -96,7 +96,7 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
     context = context_of(request)
     body = await read_json(request, context.config.max_body_bytes)
     context.readiness.check()
-    refuse_unsupported(body)
+    refuse_unsupported(body, model.model_fields)
     fields = parse(body, model)
     if not isinstance(fields, GenerationFields):
         raise TypeError(f"{model.__name__} is no model of a generating route")

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.context import ServerContext, context_of
-from tokenmill_server.multimodal.parts import ImageSource
+from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.processing.sampling_checks import check_token_ids
 from tokenmill_server.protocol.chat import chat_options, parse_messages
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -46,15 +46,16 @@ async def tokenize(request: Request) -> Response:
 async def _encode_chat(
     request: Request, context: ServerContext, fields: TokenizeRequest, given: list[dict[str, Any]]
 ) -> list[int]:
-    """With images they are fetched, since their sizes count; then the prompt must fit, as in the chat route."""
-    images: list[ImageSource] = []
-    messages = parse_messages(given, None if context.images is None else images)
+    """Images and videos are fetched, since their sizes count; then the prompt must fit, as in the chat route."""
+    media, parts = context.media, context.media_parts()
+    messages = parse_messages(given, parts)
     options = chat_options(fields, context.inputs.template_variables)
-    if context.images is None or not images:
+    wishes = context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
+    if media is None or not parts.sources:
         text = await context.inputs.chat_text(messages, options)
         return await _encode_text(context, text, options.add_special_tokens)
-    scope = (api_key_of(request), "")
-    prompt = await while_connected(request, context.images.encode(messages, images, options, scope=scope))
+    asked = MediaRequest(parts.sources, wishes, (api_key_of(request), ""))
+    prompt = await while_connected(request, media.encode(messages, asked, options))
     return list(prompt.token_ids)
 
 

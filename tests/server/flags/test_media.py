@@ -100,9 +100,10 @@ def test_how_images_are_prepared_must_be_known_at_start(tmp_path: Any) -> None:
     folder = make_tiny_media_model(tmp_path / "model", "qwen2_vl")
     assert configure("--model", str(folder)).engine.model.media is not None
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match=re.escape("""--limit-mm-per-prompt '{"image": 0}'""")):
+    with pytest.raises(ConfigError, match=re.escape("""--limit-mm-per-prompt '{"image": 0, "video": 0}'""")):
         configure("--model", str(folder))
-    assert configure("--model", str(folder), "--limit-mm-per-prompt", '{"image": 0}').server.media.limits.images == 0
+    text_alone = configure("--model", str(folder), "--limit-mm-per-prompt", '{"image": 0, "video": 0}')
+    assert text_alone.engine.model.media is None
 
 
 @pytest.mark.parametrize(

@@ -223,9 +223,13 @@ URL = "messages[0].content[0].image_url.url"
         ({"type": "image_url", "image_url": {"url": None}, "uuid": "a"}, "messages[0].content[0].uuid", "send its url"),
         ({**image(picture_url(20, 30)), "uuid": 7}, "messages[0].content[0].uuid", "text of 1 to"),
         ({**image(picture_url(20, 30)), "uuid": ""}, "messages[0].content[0].uuid", "text of 1 to"),
-        ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[0].type", "text and images"),
-        ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type", "text and images"),
-        ({"type": "video_url", "video_url": {}}, "messages[0].content[0].type", "text and images"),
+        ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[0].type", "text, images .image_url. and videos"),
+        (
+            {"type": "input_audio", "input_audio": {}},
+            "messages[0].content[0].type",
+            "the model 'smol' takes text, images",
+        ),
+        ({"type": "audio_url", "audio_url": {}}, "messages[0].content[0].type", "takes text, images .image_url. and"),
     ],
 )
 def test_refusals(client: httpx.Client, server: Server, part: Any, param: str, message: str) -> None:
@@ -312,7 +316,7 @@ def test_images_that_the_engine_cannot_hold() -> None:
 
 def test_no_images_by_flag() -> None:
     with (
-        run_server(engine=qwen(), media=MediaSettings(limits=PromptLimits(images=0))) as server,
+        run_server(engine=qwen(), media=MediaSettings(limits=PromptLimits(images=0, videos=0))) as server,
         server.client() as client,
     ):
         param = "messages[0].content[0].type"

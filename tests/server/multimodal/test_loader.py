@@ -21,6 +21,7 @@ from tokenmill_server.multimodal.parts import ImageSource
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
 from tokenmill_server.multimodal.prepared import PreparedMedia
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
 
 SETTINGS = MediaSettings(loading_threads=2, allowed_domains=("localhost",), fetch_timeout_s=60.0, max_pixels=10_000)
@@ -93,9 +94,11 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
         num_fetched += 1
         return data
 
-    def prepare(picture: Picture, detail: Detail = "auto", key: bytes | None = None) -> PreparedItem:
+    def prepare(
+        picture: Picture, detail: Detail = "auto", key: bytes | None = None, *said: ProcessorKwargs
+    ) -> PreparedItem:
         go_on.wait()
-        return ImageProcessor.prepare(processor, picture, detail, key)
+        return ImageProcessor.prepare(processor, picture, detail, key, *said)
 
     async def work() -> int:
         loading = asyncio.ensure_future(single.load([source("http://x.example/")] * 20, TokenRoom(10_000, 10_000)))

@@ -150,10 +150,10 @@ async def test_who_comes_while_it_is_prepared_waits_for_it(server: Server, monke
     url, go_on = picture_url(40, 60), threading.Event()
     begun = threading.Event()
 
-    def slow(picture: Picture, detail: Any = "auto", key: bytes | None = None) -> PreparedItem:
+    def slow(picture: Picture, detail: Any = "auto", key: bytes | None = None, *said: Any) -> PreparedItem:
         begun.set()
         go_on.wait()
-        return WatchedProcessor.prepare(server.processor, picture, detail, key)
+        return WatchedProcessor.prepare(server.processor, picture, detail, key, *said)
 
     monkeypatch.setattr(server.processor, "prepare", slow)
     tasks = [asyncio.ensure_future(server.load(source(url))) for _ in range(6)]

@@ -9,7 +9,7 @@ from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.model_files import read_tokenizer_facts, resolve_model
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.multimodal.items import PreparedItem
-from tokenmill_server.multimodal.parts import IMAGE_PART
+from tokenmill_server.multimodal.parts import IMAGE_PART, PLACES, VIDEO_PART
 from tokenmill_server.multimodal.prompts import Placeholders, TypedTokens
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
@@ -43,11 +43,12 @@ def text(value: str) -> dict[str, str]:
 
 
 def render(placeholders: Placeholders, template: ChatTemplate, *messages: Any) -> tuple[str, list[bool]]:
-    typed = TypedTokens(placeholders.token)
+    typed = TypedTokens(placeholders.tokens)
     given = [{"role": "user", "content": content} for content in messages]
     rendered = template.render(placeholders.prepared(typed.hidden(given)), True, {})
-    num_images = sum(part is IMAGE_PART for content in messages if isinstance(content, list) for part in content)
-    return typed.shown(rendered, num_images)
+    kinds = {id(place): kind for kind, place in PLACES.items()}
+    parts = [part for content in messages if isinstance(content, list) for part in content]
+    return typed.shown(rendered, [kinds[id(part)] for part in parts if id(part) in kinds])
 
 
 def test_templates_that_know_of_images_get_lists() -> None:
@@ -87,11 +88,12 @@ def test_what_a_user_types_is_no_image() -> None:
     assert rendered.count(typed) == 5
     assert are_images == [False, True, False, False, False]
     token_ids = tokenizer.encode(rendered, add_special_tokens=False)
-    expanded, items = placeholders.expand(token_ids, are_images, [image(3)])
+    prompt = placeholders.expand(token_ids, are_images, [image(3)])
+    expanded, items = prompt.token_ids, prompt.items
     assert len(expanded) == len(token_ids) + 2
     (item,) = items
     assert (item.num_tokens, item.key) == (3, b"x" * 32)
-    places = [place for place, token_id in enumerate(token_ids) if token_id == placeholders.token_id]
+    places = [place for place, token_id in enumerate(token_ids) if token_id == placeholders.token_ids["image"]]
     assert item.offset == places[1]
 
 
@@ -109,9 +111,66 @@ def test_a_template_that_leaves_images_out_is_an_error() -> None:
 
 def test_images_stand_one_behind_the_other() -> None:
     placeholders, _, _ = model("llava")
-    pad = placeholders.token_id
-    expanded, items = placeholders.expand(
-        [1, pad, pad, 2, pad, 3], [True, False, True], [image(2, b"a"), image(1, b"b")]
-    )
+    pad = placeholders.token_ids["image"]
+    prompt = placeholders.expand([1, pad, pad, 2, pad, 3], [True, False, True], [image(2, b"a"), image(1, b"b")])
+    expanded, items = prompt.token_ids, prompt.items
     assert expanded == [1, pad, pad, pad, 2, pad, 3]
     assert [(item.offset, item.num_tokens, item.key[:1]) for item in items] == [(1, 2, b"a"), (5, 1, b"b")]
+
+
+def video(num_tokens: int, *times: float) -> PreparedItem:
+    if not times:
+        return PreparedItem("video", b"v" * 32, num_tokens, None, {})
+    parts = tuple(PreparedItem("video", bytes([index]) * 32, num_tokens, (1, 2, 2), {}) for index in range(len(times)))
+    return PreparedItem("video", b"w" * 32, num_tokens * len(times), (len(times), 2, 2), {}, None, parts, times)
+
+
+def test_images_and_videos_in_any_order() -> None:
+    """Each takes the places of its kind."""
+    placeholders, template, tokenizer = model("qwen2_vl")
+    rendered, are_places = render(placeholders, template, [VIDEO_PART, text("<|video_pad|>"), IMAGE_PART, VIDEO_PART])
+    assert rendered.count("<|vision_start|><|video_pad|><|vision_end|>") == 2
+    assert are_places == [True, False, True, True]
+    token_ids = tokenizer.encode(rendered, add_special_tokens=False)
+    prompt = placeholders.expand(token_ids, are_places, [video(3), image(2), video(4)])
+    assert [(item.kind, item.num_tokens) for item in prompt.items] == [("video", 3), ("image", 2), ("video", 4)]
+    assert prompt.order == ((0, 0), (1, 0), (2, 0))
+    for item in prompt.items:
+        run = prompt.token_ids[item.offset : item.offset + item.num_tokens]
+        assert run == [placeholders.token_ids[item.kind]] * item.num_tokens
+    assert len(prompt.token_ids) == len(token_ids) + 2 + 1 + 3
+
+
+def test_templates_that_order_media_otherwise() -> None:
+    placeholders, _, _ = model("qwen2_vl")
+    picture, film = placeholders.token_ids["image"], placeholders.token_ids["video"]
+    prompt = placeholders.expand([picture, 1, film], [True, True], [video(2), image(3)])
+    assert prompt.token_ids == [picture] * 3 + [1] + [film] * 2
+    assert [item.kind for item in prompt.items] == ["image", "video"]
+    assert prompt.order == ((1, 0), (0, 0))
+
+
+def test_templates_that_know_of_images_but_not_of_videos() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+        "{% endfor %}"
+    )
+    placeholders, template, _ = model("qwen2_vl", source)
+    rendered, are_places = render(placeholders, template, [text("a"), VIDEO_PART, IMAGE_PART])
+    assert rendered == "a<|vision_start|><|video_pad|><|vision_end|><|image_pad|>"
+    assert are_places == [True, True]
+
+
+def test_groups_of_frames_that_are_told_their_time() -> None:
+    """The text between them is what transformers' processor writes in the place of the token."""
+    placeholders, _, tokenizer = model("qwen2_vl")
+    film = placeholders.token_ids["video"]
+    prompt = placeholders.expand([7, film, 8], [True], [video(2, 0.25, 1.3)])
+    wanted = "".join(
+        f"<{time:.1f} seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>" for time in (0.25, 1.3)
+    )
+    assert prompt.token_ids == [7, *tokenizer.encode(wanted, add_special_tokens=False), 8]
+    assert prompt.order == ((0, 0), (0, 1))
+    for item in prompt.items:
+        assert prompt.token_ids[item.offset : item.offset + 2] == [film, film]

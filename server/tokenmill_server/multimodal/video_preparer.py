@@ -1,0 +1,109 @@
+"""Prepares the videos of one model: decodes them, and cuts their frames into what its encoder takes."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.messages import MediaTensor
+from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.flights import Admit
+from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.prepared import Find
+from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.video_options import VideoOptions
+from tokenmill_server.multimodal.video_process import FramePlan, VideoFacts, decode_video
+from tokenmill_server.multimodal.video_processor import (
+    VideoPlan,
+    group_key,
+    pack_frames,
+    plan_video,
+    value_table,
+    video_key,
+)
+from tokenmill_server.multimodal.video_sampling import Sampling
+from tokenmill_server.multimodal.wishes import MediaWishes
+
+
+class VideoPreparer:
+    """Used from many threads at a time."""
+
+    def __init__(
+        self, media: MediaConfig, options: VideoOptions, settings: MediaSettings, max_item_tokens: int
+    ) -> None:
+        """`max_item_tokens`: most of a video, or of a group of its frames where those are apart, that the engine
+        holds."""
+        self._media = media
+        self._options = options
+        self._settings = settings
+        self._max_item_tokens = max_item_tokens
+        self._values = _tensor(value_table(options))
+
+    def options_text(self, wishes: MediaWishes) -> str:
+        """All that decides, beside the file, what `prepare` makes of it."""
+        sampling = self._sampling(wishes)
+        return f"{sampling.reading} {sampling.is_stated} {sampling.options.text()}"
+
+    def prepare(self, data: bytes, wishes: MediaWishes, admit: Admit, find: Find) -> PreparedItem:
+        """The video in the file `data`. Takes long: call it in a thread.
+
+        Raises MediaError for what is no video, goes beyond a limit, or the model does not take; and what `admit` does.
+        """
+        sampling = self._sampling(wishes)
+        plans: list[VideoPlan] = []
+
+        def choose(facts: VideoFacts) -> FramePlan:
+            plan = plan_video(facts, sampling, self._settings.max_video_frames)
+            self._check(plan)
+            admit(plan.num_tokens)
+            plans.append(plan)
+            return plan.frames
+
+        frames = decode_video(data, self._settings, choose)
+        (plan,) = plans
+        text = sampling.options.text()
+        key = video_key(plan, frames, text)
+        found = find(key)
+        if found is not None:
+            return found
+        patches = pack_frames(frames.pixels, sampling.options)
+        if self._media.frames_apart:
+            return self._apart(plan, patches, key, text)
+        seconds = None if self._media.tokens_per_second is None else plan.seconds_per_step
+        return PreparedItem("video", key, plan.num_tokens, plan.grid, self._tensors(patches), seconds)
+
+    def _apart(self, plan: VideoPlan, patches: NDArray[np.uint8], key: bytes, options: str) -> PreparedItem:
+        steps, rows, columns = plan.grid
+        grid = (1, rows, columns)
+        parts = [
+            PreparedItem("video", group_key(group, grid, options), plan.num_tokens // steps, grid, self._tensors(group))
+            for group in np.split(patches, steps)
+        ]
+        return PreparedItem("video", key, plan.num_tokens, plan.grid, {}, parts=tuple(parts), times=plan.timestamps)
+
+    def _tensors(self, patches: NDArray[np.uint8]) -> dict[str, MediaTensor]:
+        return {"pixel_values": _tensor(patches), "values": self._values}
+
+    def _sampling(self, wishes: MediaWishes) -> Sampling:
+        return Sampling(
+            wishes.reading, self._options.with_kwargs(wishes.kwargs), is_stated=wishes.kwargs.states_sampling
+        )
+
+    def _check(self, plan: VideoPlan) -> None:
+        """What the engine would refuse is not decoded."""
+        num_steps = plan.grid[0]
+        largest = plan.num_tokens // num_steps if self._media.frames_apart else plan.num_tokens
+        if largest > self._max_item_tokens:
+            raise MediaError(
+                f"the video takes {largest} tokens at once, and the engine holds {self._max_item_tokens}; send a "
+                "shorter or smaller one, or have fewer of its frames looked at"
+            )
+        if self._media.tokens_per_second is None:
+            return
+        length = (num_steps - 1) * plan.seconds_per_step * self._media.tokens_per_second
+        if length >= self._media.positions_per_token * plan.num_tokens:
+            raise MediaError("the video is too long for so few of its frames; have more of them looked at")
+
+
+def _tensor(values: NDArray[np.uint8] | NDArray[np.float32]) -> MediaTensor:
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    return MediaTensor(values.dtype.name, values.shape, data.toreadonly())
