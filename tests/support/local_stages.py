@@ -10,6 +10,7 @@ import torch
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.stages import share_layers
+from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.executor.feedback import TokenFeedback
 from tokenmill_engine.kv_cache.spec import group_layers
 from tokenmill_engine.models.dense_decoder import DenseDecoder
@@ -20,6 +21,7 @@ from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_media import media_of
 from tokenmill_engine.worker.cuda_stages import CudaRelay
 from tokenmill_engine.worker.cuda_steps import CudaSteps, steps_of
+from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.memory import allocate_kv_caches
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.runner import PendingStep, Runner
@@ -98,16 +100,19 @@ class LocalStages:
         *,
         with_graphs: bool,
         launching: Callable[[], AbstractContextManager[None]] = nullcontext,
+        group: Group = ALONE,
     ) -> None:
+        """`group`: who have each layer together, every one in a process of its own with all that is here."""
         num_layers, num_stages = config.model.architecture.num_layers, config.parallel.pipeline_parallel_size
         self._config, self._device, self._with_graphs, self._launching = config, device, with_graphs, launching
+        self._group = group
         self._feedback = TokenFeedback()
         self.queues: list[deque[Message]] = [deque() for _ in range(num_stages)]
         self.graphs: list[Graphs] = []
         self.steps: list[CudaSteps | CudaRelay] = []
         self.runners: list[Runner] = []
         for stage in share_layers(num_layers, num_stages, config.parallel.pipeline_layers):
-            model = build_model(config.model, device, stage=stage)
+            model = build_model(config.model, device, group=group, stage=stage)
             with WeightLoading(model, config.model) as loading:
                 loading.finish(allow_fused=False)
             self._add(model, num_stages)
@@ -128,7 +133,7 @@ class LocalStages:
         inputs = CudaInputs(tables, block_size, ladder.num_rows, budget)
         graphs = Graphs(device)
         steps = steps_of(model, inputs, graphs, ladder if self._with_graphs else None, num_stages)
-        steps.media = media_of(model, config, tables)
+        steps.media = media_of(model, config, tables, EncoderShare.of(self._group, config.model))
         num_blocks = config.cache.num_gpu_blocks_override or 0
         steps.kv_caches = allocate_kv_caches(groups, num_blocks, block_size, model.dtype, device)
         graphs.take(steps.graph_calls())

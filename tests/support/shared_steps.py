@@ -45,24 +45,27 @@ class Gloo:
         out.copy_(self._group.all_gather(x.view(1, -1)).view(out.shape))
 
 
+def joined(rank: int, size: int, store: Path) -> tuple[Group, Gloo | None]:
+    """The group as on GPUs, and what is too large for memory that all map."""
+    if size == 1:
+        return ALONE, None
+    host = join(rank, size, store)
+    gloo = Gloo(host)
+    peers = PeerReduce(rank, size, torch.device("cpu"), lambda data: exchange(host, data), max_bytes=MAX_BYTES)
+    return NcclGroup(host, gloo, peers), gloo
+
+
 def main() -> None:
     rank, size, store, folder, mode = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5]
     faulthandler.dump_traceback_later(HANG_S, exit=True)
-    group: Group = ALONE
-    num_calls = 0
-    if size > 1:
-        host = join(rank, size, store)
-        gloo = Gloo(host)
-        peers = PeerReduce(rank, size, torch.device("cpu"), lambda data: exchange(host, data), max_bytes=MAX_BYTES)
-        group = NcclGroup(host, gloo, peers)
+    group, gloo = joined(rank, size, store)
     calls = Calls()
     runner = make_runner(calls, padded=mode == "padded", folder=Path(folder), group=group)
     params = [GREEDY if index % 2 else sampled for index, sampled in enumerate(SAMPLED)]
     generations = generate(runner, params, depth=2)
-    if size > 1:
-        num_calls = gloo.num_calls
-        group.agree_min(0)  # nobody leaves before all are done
-    sys.stdout.write(json.dumps({"tokens": [each.output for each in generations], "large": num_calls}) + "\n")
+    group.agree_min(0)  # nobody leaves before all are done
+    num_large = 0 if gloo is None else gloo.num_calls
+    sys.stdout.write(json.dumps({"tokens": [each.output for each in generations], "large": num_large}) + "\n")
     # As workers end: gloo's threads may still be at work.
     exit_at_once(0)
 

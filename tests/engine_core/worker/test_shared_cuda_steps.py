@@ -46,3 +46,14 @@ def test_two_processes_choose_the_tokens_of_one(
     for answer in both:
         assert answer["tokens"] == expected
         assert answer["large"] > 0
+
+
+@pytest.mark.parametrize(("family", "mode"), [("qwen2_5_vl", "weights"), ("qwen3_vl", "data"), ("llava", "weights")])
+def test_two_processes_that_share_an_encoder_answer_as_transformers_do(tmp_path: Path, family: str, mode: str) -> None:
+    found: dict[int, dict[str, Any]] = {}
+    with closing(PeerProcesses("tests.support.shared_images", 2, tmp_path, family, mode)) as processes:
+        processes.run(found.__setitem__, DEADLINE_S)
+    assert all(answer["is_right"] for answer in found.values())
+    assert all(answer["large"] > 0 for answer in found.values())
+    assert found[0]["kept"] == found[1]["elsewhere"]
+    assert found[1]["kept"] == found[0]["elsewhere"]
