@@ -85,7 +85,7 @@ class CudaMedia:
 
     def prepare(self, plan: StepPlan, rows: StepRows) -> MediaParts | None:
         """Enqueue: encode what the plan brings. Says in `rows` what is missing. None for a step that needs nothing
-        else, which a graph may do."""
+        else, which a graph may do: that follows from the plan alone, so that all workers of a stage do the same."""
         if plan.media is None:
             return None
         media_rows = None
@@ -95,7 +95,7 @@ class CudaMedia:
             if missing.rows:
                 rows.missing = missing
                 self._links.tell_missing(missing.told(plan.step))
-            if len(media_rows.tokens) == 0:
+            if not plan.media.rows:
                 media_rows = None
         known = self._known(plan, rows.query_start)
         return None if media_rows is None and known is None else MediaParts(media_rows, known)

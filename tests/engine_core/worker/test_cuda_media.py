@@ -109,6 +109,8 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_alone(subject: Subjec
     assert list(engine.errors) == [wrong]
     assert "could not be encoded" in (engine.errors[wrong] or "")
     assert tuple(engine.tokens[text]) == subject.answers[2]
+    # Other workers of the stage, which miss nothing, have no graph for it either.
+    assert [plan.media is None or not plan.media.rows for plan in interpreted.plans] == interpreted.used
     assert engine.ask([subject.prompts[0]]) == [list(subject.answers[0])]
 
 
