@@ -282,7 +282,10 @@ class ApiServer:
     def _cut_off(self, server: HttpServer) -> None:
         """Whoever still waits for an answer is told that it will not be complete."""
         self._num_cut_off = max(self._num_cut_off, server.num_open)
-        self._context.generator.fail_all(ShuttingDownError("the server stopped before the answer was complete"))
+        reason = ShuttingDownError("the server stopped before the answer was complete")
+        if self._context.media is not None:
+            self._context.media.give_up(reason)
+        self._context.generator.fail_all(reason)
 
 
 def _fingerprint(start: ApiServerStart) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.errors import InvalidRequestError, TokenmillError
 from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
@@ -17,6 +17,7 @@ from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.prompts import Placeholders, TypedTokens
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.supply import RequestSupply
+from tokenmill_server.multimodal.under_way import UnderWay
 from tokenmill_server.multimodal.video_options import read_video_options
 from tokenmill_server.multimodal.video_preparer import VideoPreparer
 from tokenmill_server.multimodal.wishes import WishReader
@@ -40,6 +41,7 @@ class MediaChats:
         self._placeholders = placeholders
         self._loader = loader
         self._limits = limits
+        self._under_way = UnderWay()
 
     def parts(self, model: str, *, local: bool = False) -> MediaParts:
         """For the messages of one request. `model`: what it is called."""
@@ -73,7 +75,7 @@ class MediaChats:
         room = TokenRoom(
             self._inputs.max_model_len - len(prompt.token_ids) + len(sources), self._limits.max_image_tokens
         )
-        loaded = await self._loader.load(sources, room, request.scope, request.wishes)
+        loaded = await self._under_way.wait(self._loader.load(sources, room, request.scope, request.wishes))
         expanded = placeholders.expand(prompt.token_ids, are_places, [each.item for each in loaded])
         token_ids = expanded.token_ids
         if truncation is not None and len(self._inputs.truncated(token_ids, truncation)) < len(token_ids):
@@ -88,6 +90,10 @@ class MediaChats:
     def engine_lost(self) -> None:
         """An engine core is gone, and with it the media that it had."""
         self._loader.prepared.engine_lost()
+
+    def give_up(self, reason: TokenmillError) -> None:
+        """Requests whose images are not there yet fail with `reason`, now and from now on."""
+        self._under_way.give_up(reason)
 
     def close(self) -> None:
         """Ends the threads."""
