@@ -267,6 +267,9 @@ class FrontendMetrics:
             token_count_buckets(max_model_len),
             engines,
         )
+        self._sent_bytes = build.counters(
+            "engine_message_bytes_total", "Bytes of messages to an engine core, pixels included.", engines
+        )
         self.lost_requests = build.counters(
             *_REQUEST_SUCCESS, [engine | {"finished_reason": str(FinishReason.ERROR)} for engine in engines]
         )
@@ -301,6 +304,10 @@ class FrontendMetrics:
             registry=registry,
             buckets=HTTP_DURATION_BUCKETS,
         )
+
+    def count_sent(self, engine: int, num_bytes: int) -> None:
+        """A message went to an engine core."""
+        self._sent_bytes[engine].inc(num_bytes)
 
     def count_media_lookup(self, was_known: bool) -> None:
         """An image or a video was looked up in a cache of prepared ones."""

@@ -76,6 +76,8 @@ class EngineClient:
         self.on_output = on_output or _ignore
         self.on_media_missing: Callable[[MediaMissing], None] = _nothing_missing
         """Called when an engine core wants requests again, with the tensors of their media."""
+        self.on_sent: Callable[[int, int], None] = _not_counted
+        """Called with an engine core and the bytes of a message that was sent to it."""
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out what had come."""
         self.on_connection_broken: Callable[[EngineReady], None] = _nobody_reconnects
@@ -198,10 +200,12 @@ class EngineClient:
 
     def _send(self, engine: int, message: ClientMessage) -> bool:
         """Whether the engine was there to take it: the queue has no limit, so a full one means no connection."""
+        frames = self._encoder.encode(message)
         try:
-            send_frames(self._links[engine].input, self._encoder.encode(message))
+            send_frames(self._links[engine].input, frames)
         except zmq.Again:
             return False
+        self.on_sent(engine, sum(map(len, frames)))
         return True
 
     def _check_connected(self, engine: int) -> None:
@@ -308,6 +312,10 @@ def _nothing_missing(message: MediaMissing) -> None:
 
 def _nobody_reconnects(ready: EngineReady) -> None:
     """Where every engine core is on this machine."""
+
+
+def _not_counted(engine: int, num_bytes: int) -> None:
+    """Until somebody counts what is sent."""
 
 
 def _nothing() -> None:

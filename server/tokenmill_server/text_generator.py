@@ -41,6 +41,8 @@ class TextGenerator:
         self._client = client
         self._tokenizer = tokenizer
         self._metrics = metrics
+        if metrics is not None:
+            client.on_sent = metrics.count_sent
         self._choices: dict[int, Choice] = {}
         self._num_unsettled: Counter[int] = Counter()
         """By engine: sequences that have failed because its connection broke. One that lives counts them itself, as

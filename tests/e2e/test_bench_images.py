@@ -30,6 +30,8 @@ def test_a_server_answers_chats_with_random_images(tmp_path: Path) -> None:
         assert result["total_sent_bytes"] > 4 / 3 * result["total_image_bytes"] > 0
         assert 0.0 < server.metric("encoder_time_seconds_sum") < server.metric("step_time_seconds_sum")
         assert 0 < server.metric("encoder_time_seconds_count") < server.metric("step_time_seconds_count")
+        # Pixels travel once for each: three bytes for each of a patch, of which a placeholder has four.
+        assert server.metric("engine_message_bytes_total") > 4 * 3 * result["total_different_images"]
         # Those that were sent again are known.
         assert server.metric("mm_cache_queries_total") == 24
         assert server.metric("mm_cache_hits_total") == 24 - result["total_different_images"] > 0

@@ -28,16 +28,17 @@ async def test_results_and_errors_pass() -> None:
 
 
 async def test_who_waits_is_told_why_it_ends() -> None:
-    under_way, cancelled = UnderWay(), asyncio.Event()
+    under_way, began, cancelled = UnderWay(), asyncio.Event(), asyncio.Event()
 
     async def endless() -> None:
+        began.set()
         try:
             await asyncio.Event().wait()
         finally:
             cancelled.set()
 
     waiting = asyncio.ensure_future(under_way.wait(endless()))
-    await asyncio.sleep(0)
+    await began.wait()
     under_way.give_up(REASON)
     with pytest.raises(ShuttingDownError, match="enough"):
         await waiting
