@@ -92,6 +92,61 @@ def test_qwen2_5_vl_is_told_how_long_a_second_is() -> None:
         media_of(config)
 
 
+def test_qwen3_vl_is_read_as_hubs_have_it() -> None:
+    """The numbers of Qwen3-VL-4B-Instruct."""
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "image_token_id": 151655,
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "attention_bias": False,
+            "dtype": "bfloat16",
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        "tie_word_embeddings": True,
+        "video_token_id": 151656,
+        "vision_config": {
+            "deepstack_visual_indexes": [5, 11, 17],
+            "depth": 24,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1024,
+            "in_channels": 3,
+            "intermediate_size": 4096,
+            "model_type": "qwen3_vl",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 2560,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+    }
+    architecture = parse_architecture(config, "config.json")
+    assert (architecture.head_dim, architecture.rope.theta, architecture.tie_word_embeddings) == (128, 5000000.0, True)
+    assert (architecture.qk_norm, architecture.checkpoint_dtype) == (True, "bfloat16")
+    media = media_of(config)
+    assert (media.mrope_section, media.mrope_interleaved, media.frames_apart) == ((24, 20, 20), True, True)
+    vision = media.vision
+    assert (vision.positions_side, vision.deepstack_layers, vision.row_size) == (48, (5, 11, 17), 4 * 2560)
+    assert 410e6 < vision.num_parameters < 420e6
+
+
 def test_llava_as_old_hubs_have_it_takes_the_rest_from_its_families(tmp_path: Path) -> None:
     """As llava-1.5-7b states it: what differs from the defaults of the decoder's and the encoder's family."""
     import transformers
@@ -231,6 +286,12 @@ def test_feature_layers_are_counted_from_the_front() -> None:
         ("qwen2_vl", {"vision_config": {"hidden_size": 128}}, "hidden_size 128"),
         ("qwen2_vl", {"vision_config": {"patch_size": [4, 5]}}, "patch_size"),
         ("qwen2_vl", {"vision_config": {"hidden_act": "mish"}}, "mish"),
+        ("qwen3_vl", {"vision_config": {"out_hidden_size": 128}}, "out_hidden_size 128"),
+        ("qwen3_vl", {"vision_config": {"num_position_embeddings": 26}}, "26 is no square"),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [3]}}, "not some of 3 layers"),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [1, 0]}}, "not some of 3 layers"),
+        ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [0, 1, 2]}}, "too many for the decoder"),
+        ("qwen3_vl", {"text_config": {"head_dim": 32}}, "mrope_section"),
         ("qwen2_vl", {"text_config": {"num_attention_heads": 2}}, "mrope_section"),
         ("qwen2_5_vl", {"vision_config": {"hidden_act": "gelu"}}, "silu"),
         ("qwen2_5_vl", {"vision_config": {"fullatt_block_indexes": None}}, "malformed"),
