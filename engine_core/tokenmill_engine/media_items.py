@@ -101,6 +101,11 @@ def _shape_of_views(
     if item.grid is None or min(item.grid) < 1:
         raise _error(f"{name}: its grid is {item.grid}; it must have views, height and width")
     num_views, height, width = item.grid
+    if item.kind == "video":
+        if (height, width) != (views.view_size, views.view_size):
+            raise _error(f"{name}: its frames have {height} x {width} pixels, not {views.view_size} on a side")
+        num_rows = views.num_video_rows(num_views)
+        return (num_views, vision.num_channels, height, width), num_rows
     if num_views not in (1, 1 + views.num_tiles(height, width)):
         raise _error(f"{name}: {num_views} views are not what {height} x {width} pixels are seen in")
     shape = (num_views, vision.num_channels, views.view_size, views.view_size)

@@ -102,7 +102,7 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
     """Placeholders, all in a row."""
     grid: tuple[int, int, int] | None
     """Patches in time, height and width, before merging; images have one in time. For LLaVA-OneVision views, and height
-    and width of the image in pixels. None for models with one size of image."""
+    and width of the image in pixels; frames and their height and width. None for models with one size of image."""
     tensors: dict[str, MediaTensor]
     """Empty: the engine core is believed to have them under this key; one that has not answers `MediaMissing`.
     `pixel_values` uint8: [num_patches, num_channels * patch_size**2] for an image (Qwen2-VL; the encoder repeats it

@@ -34,10 +34,14 @@ class VideoInput(ImageInput):
 
 
 def random_video(media: MediaConfig, grid: Grid, seed: int, seconds: float | None = None) -> VideoInput:
-    """A prepared video, as the encoder sees it; each frame of a patch has pixels of its own."""
+    """A prepared video, as the encoder sees it; each frame of a patch has pixels of its own. Where frames have one
+    size, `grid` is their number and that size."""
+    if media.views is not None:
+        frames = make_pixels((grid[0], 3, *grid[1:]), seed)
+        return VideoInput(torch.from_numpy(seen_values(with_values(frames))), grid, is_video=True)
     size = (int(np.prod(grid)), 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2)
     values = torch.from_numpy(seen_values(with_values(make_pixels(size, seed))))
-    return VideoInput(values, grid, seconds_per_step=seconds)
+    return VideoInput(values, grid, is_video=True, seconds_per_step=seconds)
 
 
 def random_image(media: MediaConfig, grid: Grid, seed: int) -> ImageInput:
@@ -74,6 +78,8 @@ def tensors_of(image: ImageInput) -> dict[str, MediaTensor]:
 
 
 def num_placeholders(media: MediaConfig, image: ImageInput) -> int:
+    if media.views is not None and image.grid is not None and image.is_video:
+        return media.views.num_video_rows(image.grid[0])
     if media.views is not None and image.grid is not None:
         return media.views.num_rows(*image.grid)
     if image.grid is None:
@@ -198,7 +204,8 @@ class Reference:
         """[num_tokens, vocab_size] of a prompt and what comes after it."""
         token_ids = torch.tensor([[*text.tokens, *later]])
         inputs = self._inputs(text, token_ids)
-        if any(isinstance(image, VideoInput) for _, image in text.images):
+        has_video = any(isinstance(image, VideoInput) for _, image in text.images)
+        if has_video and self._media.mrope_section is not None:
             inputs["position_ids"] = self._positions_of_the_paper(text, len(later))
         result: torch.Tensor = self.model(input_ids=token_ids, **inputs).logits[0]
         return result
@@ -260,7 +267,9 @@ class Reference:
         if media.kind == "llava":
             return {"pixel_values": torch.stack(pixels)} if pixels else {}
         if media.views is not None:
-            return _inputs_of_views([image.grid for image in images if image.grid is not None], pixels)
+            inputs = _inputs_of_views([image.grid for image in images if image.grid is not None], pixels)
+            frames = {"pixel_values_videos": torch.stack([video.pixel_values for video in videos])} if videos else {}
+            return inputs | frames
         kinds = (token_ids == media.image_token_id).int() + 2 * (token_ids == media.video_token_id).int()
         inputs = {"mm_token_type_ids": kinds}
         if pixels:

@@ -206,7 +206,11 @@ def _llava(config: Mapping[str, Any], decoder: Json, source: str) -> MediaConfig
     if name == LLAVA:
         return MediaConfig("llava", 32000 if token_id is None else int(token_id), vision)
     token_id = 151646 if token_id is None else int(token_id)
-    return MediaConfig("llava_onevision", token_id, vision, views=parse_views(config, vision, source))
+    video_token_id = int(config.get("video_token_index") or config.get("video_token_id") or 151647)
+    views = parse_views(config, vision, source)
+    return MediaConfig(
+        "llava_onevision", token_id, vision, video_token_id=video_token_id, takes_video=True, views=views
+    )
 
 
 def _qwen(config: Mapping[str, Any], decoder: Json, vision: VisionConfig, source: str) -> MediaConfig:

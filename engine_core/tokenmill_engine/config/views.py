@@ -27,6 +27,11 @@ class ViewsConfig:
     """Pixels on a side of a tile."""
     side: int
 
+    @property
+    def pooled_side(self) -> int:
+        """States on a side of a frame of a video."""
+        return math.ceil(self.side / 2)
+
     def best_size(self, height: int, width: int) -> tuple[int, int]:
         """Of `sizes` the one in which the image keeps the most pixels; of several the smallest, or the first."""
         best, best_rank = self.sizes[0], (-1, 0)
@@ -67,3 +72,7 @@ class ViewsConfig:
             return self.side**2 + 1
         rows, columns = self.shrunk(self.crop(height, width))
         return self.side**2 + rows * (columns + 1)
+
+    def num_video_rows(self, num_frames: int) -> int:
+        """Rows that a video becomes: all frames are one line."""
+        return num_frames * self.pooled_side**2 + 1

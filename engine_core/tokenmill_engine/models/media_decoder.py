@@ -89,7 +89,7 @@ class MediaDecoder(DenseDecoder):
         if image.values is None or self._vision is None:
             return image
         pixels, values = (each.to(self.device) for each in (image.pixel_values, image.values))
-        return ImageInput(pixel_values(pixels, values, self._vision), image.grid)
+        return replace(image, pixel_values=pixel_values(pixels, values, self._vision), values=None)
 
     def forward(
         self,

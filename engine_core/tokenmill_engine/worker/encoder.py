@@ -98,7 +98,7 @@ class EncoderOutputs:
         try:
             device = self._model.device
             pixels, values = (device_tensor(tensors[name], device) for name in ("pixel_values", "values"))
-            return self._model.ready(ImageInput(pixels, image.grid, values))
+            return self._model.ready(ImageInput(pixels, image.grid, values, image.kind == "video"))
         except torch.AcceleratorError:
             raise
         except (ValueError, RuntimeError) as error:

@@ -20,6 +20,8 @@ NUM_OUTPUT = 8
 
 def film(media: MediaConfig, num_frames: int, height: int, width: int, seed: int) -> list[int | VideoInput]:
     """Parts of a prompt: a video, or its frames with text between them."""
+    if media.views is not None:
+        return [random_video(media, (num_frames, media.views.view_size, media.views.view_size), seed)]
     if media.frames_apart:
         frames = [random_video(media, (1, height, width), seed + frame) for frame in range(num_frames)]
         return [part for frame in frames for part in (3, frame)]
@@ -45,7 +47,7 @@ def engines() -> Iterator[list[ImageEngine]]:
 
 
 @pytest.mark.parametrize("num_batched_tokens", [512, 7])
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_answers_are_those_of_transformers(
     family: MediaFamily, num_batched_tokens: int, engines: list[ImageEngine]
 ) -> None:

@@ -14,7 +14,7 @@ PREFIX = "visual."
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """One image, prepared as `MediaConfig.kind` says."""
+    """One image or video, prepared as `MediaConfig.kind` says."""
 
     pixel_values: torch.Tensor
     """float32 as the encoder sees them, or uint8 with `values`; on any device."""
@@ -22,6 +22,7 @@ class ImageInput:
     """(time, height, width) in patches, where images differ in size."""
     values: torch.Tensor | None = None
     """float32 [num_channels, 256]: what pixels become."""
+    is_video: bool = False
 
 
 class VisionEncoder(Protocol):

@@ -1,6 +1,6 @@
 """The encoder of LLaVA-OneVision (arXiv:2408.03326): a tower of one size of image sees each in several views, the whole
 and tiles of it. States of tiles are put together, freed of padding, shrunk if they are many, and lines of them end with
-a learned row."""
+a learned row. Frames of a video are seen whole, and their states pooled."""
 
 from collections.abc import Iterator, Sequence
 
@@ -35,17 +35,26 @@ class OneVision:
 
     def encode(self, images: Sequence[ImageInput]) -> list[torch.Tensor]:
         """As in `VisionEncoder`; "pixel_values" [num_views, num_channels, size, size], the whole image first, and a
-        grid of (num_views, height, width), the pixels of the image as it was."""
+        grid of (num_views, height, width), the pixels of the image as it was. Views of a video are its frames, and its
+        grid (num_frames, size, size)."""
         grids = [self._checked_grid(image) for image in images]
         views = [ImageInput(view) for image in images for view in image.pixel_values]
         states: list[torch.Tensor] = []
         for first in range(0, len(views), _VIEWS_AT_A_TIME):
             states += self._tower.encode(views[first : first + _VIEWS_AT_A_TIME])
         rows, first = [], 0
-        for grid in grids:
-            rows.append(self._joined(states[first : first + grid[0]], grid[1:]))
+        for grid, image in zip(grids, images, strict=True):
+            of_image = states[first : first + grid[0]]
+            rows.append(self._pooled(of_image) if image.is_video else self._joined(of_image, grid[1:]))
             first += grid[0]
         return rows
+
+    def _pooled(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """States of each frame [side**2, width] -> [num_rows, width]."""
+        side, wanted = self._views.side, self._views.pooled_side
+        frames = torch.stack(states).view(len(states), side, side, -1).permute(0, 3, 1, 2)
+        pooled = F.interpolate(frames, (wanted, wanted), mode="bilinear").permute(0, 2, 3, 1)
+        return torch.cat((pooled.flatten(0, 2), self._line_end[None]))
 
     def _joined(self, states: list[torch.Tensor], image_size: tuple[int, int]) -> torch.Tensor:
         """States of each view [side**2, width] -> [num_rows, width]."""
@@ -67,8 +76,14 @@ class OneVision:
 
     def _checked_grid(self, image: ImageInput) -> tuple[int, int, int]:
         grid = image.grid
-        if grid is None or min(grid) < 1 or grid[0] not in (1, 1 + self._views.num_tiles(grid[1], grid[2])):
+        if grid is None or min(grid) < 1 or not self._belongs(grid, image.is_video):
             raise ValueError(f"an image needs a grid of (views, height, width) that belong together, not {grid}")
         if image.pixel_values.dim() != 4 or len(image.pixel_values) != grid[0]:
             raise ValueError(f"{grid[0]} views have pixels of four dimensions, not {list(image.pixel_values.shape)}")
         return grid
+
+    def _belongs(self, grid: tuple[int, int, int], is_video: bool) -> bool:
+        num_views, *size = grid
+        if is_video:
+            return size == [self._views.view_size] * 2
+        return num_views in (1, 1 + self._views.num_tiles(*size))
