@@ -19,7 +19,7 @@ from tokenmill import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-FAMILIES: tuple[MediaFamily, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES: tuple[MediaFamily, ...] = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SMALL_STEPS = ("--max-num-batched-tokens", "24", "--max-num-seqs", "8")
 """Prompts are computed in pieces that end within videos."""
 FLAGS = (*TINY_FLAGS, *SMALL_STEPS, "--allowed-media-domains", "localhost", "--trust-request-mm-kwargs")
@@ -120,6 +120,8 @@ def test_what_a_request_says_of_its_frames(served: Served) -> None:
         indices = [round(each - 0.5 + 1e-9) for each in (19 * step / (number - 1) for step in range(number))]
         shown = Shown([decoded(VIDEO)[int(index)] for index in indices], number / 20 * 4)
         served.check([shown], video(VIDEO), "what?", media_io_kwargs=reading)
+    if not served.oracle.has_limits:
+        return
     many = served.check([SHOWN], video(VIDEO), "what?")
     said = {"max_pixels": 2048 if served.oracle.is_counted_by_frame else 2048 * 8}
     response = served.server.http.post(PATH, json=body(video(VIDEO), "what?", mm_processor_kwargs=said))

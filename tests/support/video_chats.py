@@ -35,6 +35,11 @@ class MediaOracle(ImageOracle):
         self._options = read_video_options(folder, self._media)
 
     @property
+    def has_limits(self) -> bool:
+        """Whether the sizes of frames follow from limits of their pixels."""
+        return self._options.views is None
+
+    @property
     def is_counted_by_frame(self) -> bool:
         """Whether limits of pixels are those of a frame, not of all together."""
         return self._options.method == "qwen2_vl"
@@ -61,8 +66,10 @@ class MediaOracle(ImageOracle):
 
     def _items(self, media: Frames | Shown) -> list[ImageInput]:
         if not isinstance(media, Shown):
-            return [self._prepare(media)]
+            return [self._prepare(media)] if self._media.views is None else self._prepare_views([media])
         options = self._options
+        if options.views is not None:
+            return [self._viewed(media, options.views.view_size)]
         step, size = options.temporal_patch_size, options.patch_size
         height, width = video_oracle.resized_size(*media.frames[0].shape[:2], len(media.frames), options)
         frames = np.stack([np.asarray(Image.fromarray(each).resize((width, height), 3)) for each in media.frames])
@@ -72,3 +79,9 @@ class MediaOracle(ImageOracle):
             return [VideoInput(group, (1, *grid[1:])) for group in values.chunk(grid[0])]
         seconds = None if self._media.tokens_per_second is None else step / media.fps
         return [VideoInput(values, grid, seconds_per_step=seconds)]
+
+    def _viewed(self, media: Shown, size: int) -> VideoInput:
+        """Every frame in one size."""
+        frames = np.stack([np.asarray(Image.fromarray(each).resize((size, size), 3)) for each in media.frames])
+        values = video_oracle.normalized(frames, self._options)
+        return VideoInput(values, (len(frames), size, size), is_video=True)

@@ -60,13 +60,19 @@ def resized_size(height: int, width: int, num_frames: int, options: VideoOptions
     return smart_resize(num_frames, height, width, options.temporal_patch_size, **limits)  # type: ignore[no-any-return]
 
 
-def patches(frames: NDArray[np.uint8], options: VideoOptions) -> NDArray[np.float32]:
-    """[num_patches, values], normalized, of frames [num_frames, height, width, 3] in their final size."""
-    video = torch.from_numpy(frames).permute(0, 3, 1, 2)[None]
+def normalized(frames: NDArray[np.uint8], options: VideoOptions) -> torch.Tensor:
+    """[num_frames, 3, height, width] of frames [num_frames, height, width, 3]."""
     mean, std, _ = TorchvisionBackend._fuse_mean_std_and_rescale_factor(
         None, True, options.mean, options.std, True, options.rescale_factor
     )
-    values = (video.to(torch.float32) - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+    video = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    values: torch.Tensor = (video.to(torch.float32) - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+    return values
+
+
+def patches(frames: NDArray[np.uint8], options: VideoOptions) -> NDArray[np.float32]:
+    """[num_patches, values], normalized, of frames [num_frames, height, width, 3] in their final size."""
+    values = normalized(frames, options)[None]
     patchify = class_of(options.method).patchify
     flat, *_ = patchify(None, values, options.patch_size, options.merge_size, options.temporal_patch_size)
     return flat[0].numpy()  # type: ignore[no-any-return]

@@ -129,6 +129,6 @@ def make_media_chats(
         inputs,
         Placeholders(media, inputs.tokenizer, inputs.template),
         MediaLoader(processor, settings, prepared, videos),
-        WishReader(settings, takes_kwargs=media.vision.image_size is None),
+        WishReader(settings, takes_kwargs=media.vision.image_size is None or media.takes_video),
         limits,
     )

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenmill_engine.config.hf_folder import read_optional_json
-from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.config.media import MediaConfig, VisionConfig
+from tokenmill_engine.config.views import ViewsConfig
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 
-VideoMethod = Literal["qwen2_vl", "qwen3_vl"]
+VideoMethod = Literal["qwen2_vl", "qwen3_vl", "onevision"]
 Triple = tuple[float, float, float]
 
 _METHODS: Mapping[str, VideoMethod] = {
     "Qwen2VLVideoProcessor": "qwen2_vl",
     "Qwen2_5_VLVideoProcessor": "qwen2_vl",
     "Qwen3VLVideoProcessor": "qwen3_vl",
+    "LlavaOnevisionVideoProcessor": "onevision",
 }
 _COMMON: Mapping[str, Any] = {
     "do_resize": True,
@@ -55,6 +57,17 @@ _DEFAULTS: Mapping[VideoMethod, Mapping[str, Any]] = {
         "fps": 2.0,
         "max_video_tokens": 768,
     },
+    "onevision": {
+        "size": {"height": 384, "width": 384},
+        "image_mean": (0.48145466, 0.4578275, 0.40821073),
+        "image_std": (0.26862954, 0.26130258, 0.27577711),
+        "patch_size": 1,
+        "temporal_patch_size": 1,
+        "merge_size": 1,
+        "do_sample_frames": False,
+        "fps": None,
+        "max_video_tokens": 0,
+    },
 }
 
 
@@ -86,6 +99,8 @@ class VideoOptions:
     """How many of a video, whatever `fps` is."""
     min_frames: int
     max_frames: int
+    views: ViewsConfig | None = None
+    """LLaVA-OneVision: every frame is one view, of which the other sizes here say nothing."""
 
     @property
     def factor(self) -> int:
@@ -143,13 +158,10 @@ def _options(given: Mapping[str, Any], media: MediaConfig, source: str) -> Video
         raise ConfigError(f"{source}: videos that are not resized (do_resize) are not supported")
     if int(values["resample"]) not in range(6):
         raise ConfigError(f"{source}: resample is {values['resample']}; Pillow's filters have the numbers 0 to 5")
-    for name, wanted in (
-        ("patch_size", media.vision.patch_size),
-        ("temporal_patch_size", media.vision.temporal_patch_size),
-        ("merge_size", media.vision.spatial_merge_size),
-    ):
-        if int(values[name]) != wanted:
-            raise ConfigError(f"{source}: {name} is {values[name]}, but {wanted} in config.json")
+    if media.views is not None:
+        values["size"] = _frame_edges(values, media.views, source)
+    else:
+        _check_patches(values, media.vision, source)
     size, normalizes = values["size"], bool(values["do_normalize"])
     old = values if method == "qwen2_vl" else {}
     return VideoOptions(
@@ -170,12 +182,34 @@ def _options(given: Mapping[str, Any], media: MediaConfig, source: str) -> Video
         num_frames=None if values["num_frames"] is None else int(values["num_frames"]),
         min_frames=int(values["min_frames"]),
         max_frames=int(values["max_frames"]),
+        views=media.views,
     )
+
+
+def _check_patches(values: Mapping[str, Any], vision: VisionConfig, source: str) -> None:
+    for name, wanted in (
+        ("patch_size", vision.patch_size),
+        ("temporal_patch_size", vision.temporal_patch_size),
+        ("merge_size", vision.spatial_merge_size),
+    ):
+        if int(values[name]) != wanted:
+            raise ConfigError(f"{source}: {name} is {values[name]}, but {wanted} in config.json")
+
+
+def _frame_edges(values: Mapping[str, Any], views: ViewsConfig, source: str) -> dict[str, int]:
+    """Frames that are views have one size, which is no limit."""
+    size = values["size"]
+    if (size.get("height"), size.get("width")) != (views.view_size, views.view_size) or values.get("do_center_crop"):
+        raise ConfigError(
+            f"{source}: frames must become {views.view_size} x {views.view_size} pixels, as the vision tower takes them"
+        )
+    return {"shortest_edge": 0, "longest_edge": 0}
 
 
 def _method(given: Mapping[str, Any], media: MediaConfig, source: str) -> VideoMethod:
     """A file of images alone says nothing of videos: the model does."""
     own: VideoMethod = "qwen3_vl" if media.frames_apart else "qwen2_vl"
+    own = own if media.views is None else "onevision"
     name = given.get("video_processor_type")
     if name is None:
         return own

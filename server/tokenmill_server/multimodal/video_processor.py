@@ -33,7 +33,7 @@ class VideoPlan:
 
     frames: FramePlan
     grid: Grid
-    """Patches in time, height and width."""
+    """As in `MediaItem`."""
     num_tokens: int
     """Rows of the encoder's output."""
     seconds_per_step: float
@@ -46,13 +46,19 @@ def plan_video(facts: VideoFacts, sampling: Sampling, max_frames: int) -> VideoP
     """Chooses frames and their size. Raises MediaError for what the model does not take."""
     options = sampling.options
     indices = sample_frames(facts, sampling, max_frames)
-    height, width = frame_size(facts.height, facts.width, len(indices), options)
+    if options.views is not None:
+        height = width = options.views.view_size
+        num_tokens = options.views.num_video_rows(len(indices))
+    else:
+        height, width = frame_size(facts.height, facts.width, len(indices), options)
     steps = -(-len(indices) // options.temporal_patch_size)
     grid = (steps, height // options.patch_size, width // options.patch_size)
+    if options.views is None:
+        num_tokens = math.prod(grid) // options.merge_size**2
     return VideoPlan(
         FramePlan(indices, height, width, options.resample),
         grid,
-        math.prod(grid) // options.merge_size**2,
+        num_tokens,
         seconds_between_steps(facts, indices, options),
         timestamps(facts, indices, options),
     )
@@ -100,6 +106,12 @@ def _max_pixels(num_frames: int, options: VideoOptions) -> int:
 
 
 def pack_frames(pixels: Pixels, options: VideoOptions) -> Pixels:
+    """Frames [num_frames, height, width, 3] as the encoder takes them: [num_frames, 3, height, width] if each is a
+    view, else in patches."""
+    return _patches(pixels, options) if options.views is None else pixels.transpose(0, 3, 1, 2)
+
+
+def _patches(pixels: Pixels, options: VideoOptions) -> Pixels:
     """[num_patches, channels * temporal_patch_size * patch_size^2] of frames [num_frames, height, width, 3]: patch by
     patch in time, then the patches that are merged behind each other; within a patch channel, time, row, column."""
     step, size, merge = options.temporal_patch_size, options.patch_size, options.merge_size

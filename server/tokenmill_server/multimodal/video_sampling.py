@@ -33,7 +33,7 @@ def sample_frames(facts: VideoFacts, sampling: Sampling, max_frames: int) -> tup
     reading = VideoReading(-1, -1.0) if sampling.is_stated else sampling.reading
     indices = read_indices(facts, reading)
     if len(indices) == facts.num_frames and sampling.options.samples:
-        choose = _qwen2_vl_indices if sampling.options.method == "qwen2_vl" else _qwen3_vl_indices
+        choose = _qwen3_vl_indices if sampling.options.method == "qwen3_vl" else _qwen2_vl_indices
         indices = choose(facts, sampling.options)
     if len(indices) > max_frames:
         raise MediaError(
