@@ -131,7 +131,7 @@ def test_answers_are_those_of_transformers(family: MediaFamily, eager: bool, set
 
 
 @pytest.mark.parametrize("budget", [BUDGET, 11])
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_answers_about_videos_are_those_of_transformers(family: MediaFamily, budget: int) -> None:
     subject = subject_of(family)
     media = subject.media

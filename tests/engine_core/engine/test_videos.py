@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tokenmill_engine.config.media import MediaConfig
 pytestmark = pytest.mark.slow
 
 NUM_OUTPUT = 8
+FAMILIES: tuple[MediaFamily, ...] = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def film(media: MediaConfig, num_frames: int, height: int, width: int, seed: int) -> list[int | VideoInput]:
@@ -38,19 +40,9 @@ def reversed_films(text: MediaPrompt) -> MediaPrompt:
     return MediaPrompt(text.tokens, images)
 
 
-@pytest.fixture
-def engines() -> Iterator[list[ImageEngine]]:
-    started: list[ImageEngine] = []
-    yield started
-    for engine in started:
-        engine.core.shutdown()
-
-
-@pytest.mark.parametrize("num_batched_tokens", [512, 7])
-@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_answers_are_those_of_transformers(
-    family: MediaFamily, num_batched_tokens: int, engines: list[ImageEngine]
-) -> None:
+@cache
+def prompts_of(family: MediaFamily) -> tuple[list[MediaPrompt], list[list[int]]]:
+    """Prompts with videos, and what transformers answers."""
     folder = cached_tiny_media_model(family)
     media = model_config(folder).media
     assert media is not None
@@ -62,11 +54,28 @@ def test_answers_are_those_of_transformers(
         reversed_films(first),
     ]
     reference = Reference(folder, media)
-    expected = [reference.greedy(text, NUM_OUTPUT) for text in prompts]
-    assert expected[0] != expected[3]
+    answers = [reference.greedy(text, NUM_OUTPUT) for text in prompts]
+    assert answers[0] != answers[3]
+    return prompts, answers
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ImageEngine]]:
+    started: list[ImageEngine] = []
+    yield started
+    for engine in started:
+        engine.core.shutdown()
+
+
+@pytest.mark.parametrize("num_batched_tokens", [512, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(
+    family: MediaFamily, num_batched_tokens: int, engines: list[ImageEngine]
+) -> None:
+    prompts, answers = prompts_of(family)
     scheduling = SchedulerConfig(explicit_budget=True, max_num_batched_tokens=num_batched_tokens)
-    engine = ImageEngine(image_config(folder, scheduling))
+    engine = ImageEngine(image_config(cached_tiny_media_model(family), scheduling))
     engines.append(engine)
     for _ in range(2):  # The second time from the prefix cache.
-        assert engine.ask(prompts) == expected
+        assert engine.ask(prompts) == answers
     assert any(engine.cached.values())
