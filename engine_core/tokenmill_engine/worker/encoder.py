@@ -8,6 +8,7 @@ images are nothing but positions.
 
 import logging
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.slot_positions import SlotPositions
 
 logger = logging.getLogger(__name__)
+
+BATCH_TOKENS = 4096
+"""Small images take longer to be launched than to be computed, unless several are computed at once; more than so many
+tokens at once take more memory and no less time."""
 
 _DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
@@ -61,34 +66,50 @@ class EncoderOutputs:
         if not media.encode:
             return None
         duration = EncoderTime(self._model.device)
-        for image, keeper in zip(media.encode, self._share.keepers(media.encode), strict=True):
-            output = self._encode(image) if self._share.computes(keeper) else None
-            if keeper != self._share.rank:
-                self._elsewhere.add(image.entry)
-            elif output is not None:
-                self._outputs[image.entry] = output
+        keepers = self._share.keepers(media.encode)
+        self._elsewhere.update(
+            image.entry for image, keeper in zip(media.encode, keepers, strict=True) if keeper != self._share.rank
+        )
+        mine = [image for image, keeper in zip(media.encode, keepers, strict=True) if self._share.computes(keeper)]
+        for batch in batches(mine):
+            for entry, rows in self._encode(batch).items():
+                if entry not in self._elsewhere:
+                    self._outputs[entry] = rows
         duration.end()
         return duration
 
-    def _encode(self, image: EncoderInput) -> torch.Tensor | None:
-        """Rows [num_tokens, row_size]; None if that does not work for this image. Of workers that encode together,
+    def _encode(self, images: Sequence[EncoderInput]) -> dict[int, torch.Tensor]:
+        """Rows [num_tokens, row_size] by entry, of those images for which that works. Of workers that encode together,
         one that fails in the middle leaves the others waiting: then the step has failed, whatever the error."""
-        ready = self._ready(image)
-        if not self._share.are_ready(ready is not None) or ready is None:
-            return None
+        prepared: list[tuple[EncoderInput, ImageInput]] = []
+        for image in images:
+            ready = self._ready(image)
+            if self._share.are_ready(ready is not None) and ready is not None:
+                prepared.append((image, ready))
+        results = self._encode_ready(prepared)
+        for image in [image for image in images if image.entry in results]:
+            num_rows = len(results[image.entry])
+            if num_rows != image.num_tokens:
+                logger.error("an image became %d rows and has %d placeholders", num_rows, image.num_tokens)
+                del results[image.entry]
+        return results
+
+    def _encode_ready(self, prepared: Sequence[tuple[EncoderInput, ImageInput]]) -> dict[int, torch.Tensor]:
+        """In one batch; one by one if that fails, so that the others do not fail with one."""
         try:
-            (rows,) = self._model.encode([ready])
+            rows = self._model.encode([ready for _, ready in prepared])
         except torch.AcceleratorError:
             raise
         except (ValueError, RuntimeError) as error:
             if self._share.is_joint and not isinstance(error, ValueError):
                 raise
-            _log_failure(image, error)
-            return None
-        if len(rows) != image.num_tokens:
-            logger.error("an image became %d rows and has %d placeholders", len(rows), image.num_tokens)
-            return None
-        return rows
+            if len(prepared) == 1:
+                _log_failure(prepared[0][0], error)
+                return {}
+            return {entry: each for one in prepared for entry, each in self._encode_ready([one]).items()}
+        # Each has memory of its own, which is free when it is let go.
+        owned = [each.clone() for each in rows] if len(rows) > 1 else rows
+        return {image.entry: each for (image, _), each in zip(prepared, owned, strict=True)}
 
     def _ready(self, image: EncoderInput) -> ImageInput | None:
         """With its pixels on the device; None if they cannot be brought there, or are nowhere any more."""
@@ -124,6 +145,20 @@ class EncoderOutputs:
             first = int(query_start[place.row]) + place.start
             tokens.append(np.arange(first, first + place.count, dtype=np.int64))
         return MediaRows(to_device(np.concatenate(tokens), device), torch.cat(rows)), missing
+
+
+def batches(images: Sequence[EncoderInput]) -> Iterator[list[EncoderInput]]:
+    """In order, in batches of at most `BATCH_TOKENS` tokens; a larger image is one of its own."""
+    batch: list[EncoderInput] = []
+    num_tokens = 0
+    for image in images:
+        if batch and num_tokens + image.num_tokens > BATCH_TOKENS:
+            yield batch
+            batch, num_tokens = [], 0
+        batch.append(image)
+        num_tokens += image.num_tokens
+    if batch:
+        yield batch
 
 
 def _log_failure(image: EncoderInput, error: Exception) -> None:

@@ -9,6 +9,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.outputs import EncoderInput, MediaPlace, PlaceholderRows, StepMedia, StepPlan
+from tokenmill_engine.worker.encoder import BATCH_TOKENS
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 
 
@@ -75,7 +76,11 @@ class MediaRehearsal:
     def largest(self) -> StepPlan:
         """The step with an image that needs the most memory."""
         image = black_image(self.media, self._largest_tokens, self.rank)
-        return self._plan(image, self.config.scheduler.max_num_batched_tokens)
+        plan = self._plan(image, self.config.scheduler.max_num_batched_tokens)
+        # Of one size several are encoded at once, as they may be in any step.
+        num_at_once = max(1, min(BATCH_TOKENS, self._largest_tokens) // image.num_tokens)
+        images = [replace(image, entry=self.rank + number) for number in range(num_at_once)]
+        return replace(plan, media=StepMedia([], images, plan.media.rows if plan.media is not None else []))
 
     def _plan(self, image: EncoderInput, num_tokens: int) -> StepPlan:
         """At least two tokens, so that it is no decode."""

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_engine.ipc.shared_objects import SharedObjects
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
+from tokenmill_engine.models.vision.encoder import ImageInput
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
-from tokenmill_engine.worker.encoder import EncoderOutputs, as_tensor
+from tokenmill_engine.worker.encoder import EncoderOutputs, as_tensor, batches
 from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
@@ -173,3 +175,46 @@ def test_a_step_goes_on_without_the_rows_whose_images_are_missing() -> None:
     assert result.num_new.tolist() == [1, 0]
     assert result.token_ids[0].tolist() == expected.token_ids[0].tolist()
     worker.close()
+
+
+def test_images_are_encoded_together_and_apart_where_one_fails(
+    model: MediaDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has memory of its own, which does not outlive it."""
+    encode, sizes = MediaDecoder.encode, list[int]()
+
+    def fails_with_the_third(model: MediaDecoder, images: Sequence[ImageInput]) -> list[torch.Tensor]:
+        sizes.append(len(images))
+        if any(torch.equal(each.pixel_values, bad.pixel_values) for each in images):
+            raise RuntimeError("out of memory")
+        return encode(model, images)
+
+    third = image(3, 3)
+    bad = model.ready(as_input(third))
+    monkeypatch.setattr(MediaDecoder, "encode", fails_with_the_third)
+    outputs = EncoderOutputs(model, EncoderShare())
+    outputs.apply(StepMedia([], [image(1, 1), image(2, 2)], []))
+    outputs.apply(StepMedia([], [image(4, 4), third, image(5, 5)], []))
+    assert sizes == [2, 3, 1, 1, 1]
+    assert outputs._outputs.keys() == {1, 2, 4, 5}
+    for entry, rows in outputs._outputs.items():
+        assert rows.untyped_storage().nbytes() == rows.nbytes
+        expected = encode(model, [model.ready(as_input(image(entry, entry)))])[0]
+        torch.testing.assert_close(rows, expected)
+
+
+def as_input(image: EncoderInput) -> ImageInput:
+    return ImageInput(as_tensor(image.tensors["pixel_values"]), image.grid, as_tensor(image.tensors["values"]))
+
+
+def test_batches_have_a_limit_and_large_images_their_own() -> None:
+    sizes = [3000, 1000, 200, 9000, 5, 4091, 1]
+    images = [dataclasses.replace(image(entry), num_tokens=size) for entry, size in enumerate(sizes)]
+    assert [[each.num_tokens for each in batch] for batch in batches(images)] == [
+        [3000, 1000],
+        [200],
+        [9000],
+        [5, 4091],
+        [1],
+    ]
+    assert list(batches([])) == []
