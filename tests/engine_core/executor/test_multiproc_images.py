@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.image_engine import BLOCK_SIZE, ImageEngine, image_config
-from tests.support.media_forward import MediaPrompt, prompt, random_image
+from tests.support.media_forward import MediaPrompt, prompt, random_image, random_video
 from tests.support.media_items import make_pixels, with_values
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model, is_qwen
 from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
@@ -96,6 +96,26 @@ def test_answers_are_those_of_a_worker_in_this_process(
         assert engine.ask(prompts(engine)) == expected(family)
         assert engine.ask(prompts(engine)[:2]) == expected(family)[:2]
         assert any(engine.cached.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "num_members", "num_stages", "mode"),
+    [("qwen2_vl", 2, 1, "data"), ("qwen2_5_vl", 1, 2, "weights"), ("qwen2_5_vl", 2, 1, "weights")],
+)
+def test_videos_beside_images(
+    family: MediaFamily, num_members: int, num_stages: int, mode: EncoderMode, tmp_path: Path
+) -> None:
+    def asked(engine: ImageEngine) -> list[MediaPrompt]:
+        seconds = 1.5 if family == "qwen2_5_vl" else None
+        video, image = random_video(engine.media, (3, 4, 4), 3, seconds), random_image(engine.media, (1, 4, 6), 0)
+        return [prompt(engine.media, [5, video, 4]), prompt(engine.media, [3, image, 2, video, 6], seed=1)]
+
+    alone = ImageEngine(config_of(family))
+    answers = alone.ask(asked(alone))
+    alone.core.shutdown()
+    with workers(tmp_path, config_of(family, ParallelConfig(num_members, num_stages, executor="mp"), mode)) as engine:
+        assert engine.ask(asked(engine)) == answers
+        assert engine.errors == {}
 
 
 @pytest.mark.parametrize("mode", ["weights", "data"])
