@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from transformers import Qwen3VLProcessor
 
 from tests.support import video_oracle
 from tests.support.video_options import video_options
@@ -92,3 +93,10 @@ def test_times() -> None:
     assert timestamps(facts(20), (0, 6, 13, 19), options) == pytest.approx((0.3, 1.6))
     assert timestamps(facts(20), (0, 6, 13), options) == pytest.approx((0.3, 1.3))
     assert seconds_between_steps(facts(20), (0, 6, 13, 19), options) == pytest.approx(1.0)
+
+
+def test_times_are_those_of_transformers() -> None:
+    options = video_options("qwen3_vl")
+    for indices in ((0, 6, 13, 19), (0, 6, 13), (5, 5), tuple(range(0, 90, 7))):
+        wanted = Qwen3VLProcessor._calculate_timestamps(None, list(indices), 23.976, options.temporal_patch_size)
+        assert list(timestamps(facts(100, 23.976), indices, options)) == wanted
