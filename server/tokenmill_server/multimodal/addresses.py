@@ -6,16 +6,15 @@ spelling: names are resolved first, each address they have is checked, and the c
 checked, so that a second answer of the name server changes nothing.
 """
 
-import asyncio
 import ipaddress
 import os
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.name_lookup import look_up
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.processing.shown import shown
 
@@ -29,12 +28,6 @@ _CLOUD_SERVICES = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100
 """Azure's is in a public network. See learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16."""
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-class MediaError(InvalidRequestError):
-    """Media that cannot be had, or may not be."""
-
-    code = "invalid_media"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +85,12 @@ def parse_target(url: str) -> Target:
     if not host or "%" in host:  # zones of link-local addresses are written with a %
         raise MediaError(f"the media address {shown(url)} names no host")
     try:
-        name = host if ":" in host else host.encode("idna").decode("ascii").lower()
+        # A dot at the end is for name servers; certificates and web servers know the name without.
+        name = host if ":" in host else host.removesuffix(".").encode("idna").decode("ascii").lower()
     except UnicodeError as error:
         raise MediaError(f"the media address {shown(url)} has a malformed host name") from error
+    if not name or name.endswith("."):
+        raise MediaError(f"the media address {shown(url)} names no host")
     default = _DEFAULT_PORTS[parts.scheme]
     port = default if port is None else port
     shown_host = f"[{name}]" if ":" in name else name
@@ -128,7 +124,7 @@ def _utf8(char: str) -> bytes:
 
 def check_domain(target: Target, settings: MediaSettings) -> None:
     """Raises MediaError for a host that --allowed-media-domains leaves out."""
-    if settings.allowed_domains and target.host.rstrip(".") not in settings.allowed_domains:
+    if settings.allowed_domains and target.host not in settings.allowed_domains:
         raise MediaError(f"media from {shown(target.host)} are not allowed: it is not in --allowed-media-domains")
 
 
@@ -140,12 +136,10 @@ async def resolve(target: Target, settings: MediaSettings) -> list[str]:
     machine.
     """
     check_domain(target, settings)
-    loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        texts = await look_up(target.host, target.port)
     except (OSError, UnicodeError) as error:
         raise MediaError(f"the host {shown(target.host)} of the media address cannot be found") from error
-    texts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in texts]
     listed = bool(settings.allowed_domains)
     if not addresses or any(_is_of_the_machine(each) or not (listed or is_public(each)) for each in addresses):

@@ -6,11 +6,12 @@ Pillow's, which leaves transparency out and cuts grey values of 16 bits off at 2
 
 import io
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of what is decoded. All are pictures of pixels: no programs, such as SVG and EPS, and none for which
@@ -37,8 +38,9 @@ class Picture:
         return self.image.width
 
 
-def decode(data: bytes, max_pixels: int) -> Picture:
-    """Decodes an image file. Takes long: call it in a thread.
+def decode(data: bytes, max_pixels: int, reserve: Callable[[int, int], None] | None = None) -> Picture:
+    """Decodes an image file. Takes long: call it in a thread. `reserve` is called with its height and width before any
+    pixel is decoded, and may wait.
 
     Raises MediaError for what is no image of a known kind, is damaged or incomplete, or has more than `max_pixels`,
     which is known before any is decoded.
@@ -48,8 +50,10 @@ def decode(data: bytes, max_pixels: int) -> Picture:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             check_size(image, max_pixels)
+            if reserve is not None:
+                reserve(image.height, image.width)
             return to_picture(image)
-    except MediaError:
+    except (MediaError, MemoryError):  # the second says nothing of the image
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(max_pixels) from error

@@ -13,13 +13,16 @@ import re
 import ssl
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Coroutine, Iterator
+from functools import cache, partial
+from typing import Any
 from urllib.parse import unquote_to_bytes, urljoin
 
 import httptools
 
-from tokenmill_server.multimodal.addresses import MediaError, Target, local_file, parse_target, resolve
+from tokenmill_server.multimodal.addresses import Target, local_file, parse_target, resolve
+from tokenmill_server.multimodal.connecting import Connection, first_to_connect
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.version import __version__
@@ -191,17 +194,18 @@ async def _ask(target: Target, addresses: list[str], budget: Budget) -> "_Answer
     return answer
 
 
-async def _connect(target: Target, addresses: list[str]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(target: Target, addresses: list[str]) -> Connection:
+    failure: Exception | None = None
     context = _tls() if target.is_https else None
     name = target.host if target.is_https else None
-    failure: Exception | None = None
-    for address in addresses:
-        try:
-            return await asyncio.open_connection(
-                address, target.port, ssl=context, server_hostname=name, limit=_READ_BYTES
-            )
-        except (OSError, ssl.SSLError) as error:
-            failure = error
+
+    def connect(address: str) -> Coroutine[Any, Any, Connection]:
+        return asyncio.open_connection(address, target.port, ssl=context, server_hostname=name, limit=_READ_BYTES)
+
+    try:
+        return await first_to_connect([partial(connect, address) for address in addresses])
+    except (OSError, ssl.SSLError) as error:
+        failure = error
     if isinstance(failure, ssl.SSLCertVerificationError):
         raise MediaError(f"the certificate of {shown(target.host)} is not valid: {failure.verify_message}")
     raise MediaError(f"the host {shown(target.host)} of the media address cannot be reached") from failure
@@ -242,7 +246,11 @@ class _Answer:
     @property
     def location(self) -> str:
         """Where the answer redirects to."""
-        return self._headers.get(b"location", b"").decode("latin-1").strip()
+        value = self._headers.get(b"location", b"").strip()
+        try:
+            return value.decode()  # which some hosts send as it is, and browsers read so
+        except UnicodeDecodeError:
+            return value.decode("latin-1")
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes. Raises MediaError."""

@@ -16,8 +16,9 @@ from typing import TypeVar
 from PIL import Image
 
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
-from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture, check_size, decode, to_picture
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
 from tokenmill_server.multimodal.flights import Admit
 from tokenmill_server.multimodal.items import PreparedItem
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 _FETCHES_PER_THREAD = 4
 """How many images from hosts there may be at a time: each is in memory until it is decoded."""
+_TURNS_PER_THREAD = 2
+"""How many images of one request may be fetched and decoded at a time."""
 _SWITCH_INTERVAL_S = 0.001
 """How long a media thread goes on once the event loop wants to: a fifth of Python's own, since several threads may be
 asked one after another."""
@@ -109,6 +112,7 @@ class MediaLoader:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
         self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
+        self._memory = DecodingMemory(settings.decoding_bytes)
 
     async def load(
         self,
@@ -117,15 +121,22 @@ class MediaLoader:
         scope: tuple[str, ...] = (),
         wishes: MediaWishes | None = None,
     ) -> list[LoadedItem]:
-        """The media of one request, all at a time. If the caller is cancelled, or one fails, the others are given up.
-        What a client of one `scope` names by a uuid is nothing to those of others. `wishes` None: as the flags say.
+        """The media of one request, some at a time: others have their turn between those of a request with hundreds. If
+        the caller is cancelled, or one fails, the others are given up. What a client of one `scope` names by a uuid is
+        nothing to those of others. `wishes` None: as the flags say.
 
         Raises InvalidRequestError naming the field of one that cannot be had, or is too large for `room`.
         """
         request = _Request(Budget(self._settings.max_bytes), room, scope, wishes or self._flags)
+        turns = asyncio.Semaphore(_TURNS_PER_THREAD * self._settings.loading_threads)
+
+        async def load_one(source: MediaSource) -> LoadedItem:
+            async with turns:
+                return await self._load(source, request)
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(source, request)) for source in sources]
+                tasks = [group.create_task(load_one(source)) for source in sources]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -214,10 +225,17 @@ class MediaLoader:
     def _prepare_image(self, wanted: "_Wanted", content: bytes | Image.Image, admit: Admit, find: Find) -> PreparedItem:
         processor, most = self._processor, self._settings.max_pixels
         assert processor is not None
-        picture = _given(content, most) if isinstance(content, Image.Image) else decode(content, most)
-        admit(processor.num_tokens(picture, wanted.detail, wanted.kwargs))
-        key = processor.key(picture, wanted.detail, wanted.kwargs)
-        return find(key) or processor.prepare(picture, wanted.detail, key, wanted.kwargs)
+        with self._memory.lease() as lease:
+
+            def reserve(height: int, width: int) -> None:
+                lease.take(processor.memory_bytes(height, width))
+
+            picture = (
+                _given(content, most, reserve) if isinstance(content, Image.Image) else decode(content, most, reserve)
+            )
+            admit(processor.num_tokens(picture, wanted.detail, wanted.kwargs))
+            key = processor.key(picture, wanted.detail, wanted.kwargs)
+            return find(key) or processor.prepare(picture, wanted.detail, key, wanted.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +256,9 @@ class _Wanted:
     kwargs: ProcessorKwargs
 
 
-def _given(image: Image.Image, max_pixels: int) -> Picture:
+def _given(image: Image.Image, max_pixels: int, reserve: Callable[[int, int], None]) -> Picture:
     check_size(image, max_pixels)
+    reserve(image.height, image.width)
     try:
         return to_picture(image)
     except (OSError, SyntaxError, ValueError) as error:

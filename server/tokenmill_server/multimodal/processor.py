@@ -15,9 +15,9 @@ from PIL import Image
 
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
-from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.bands import on_canvas, resized
 from tokenmill_server.multimodal.decode import Picture
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.image_options import ImageOptions
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.keys import media_key
@@ -30,6 +30,9 @@ Pixels = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 _MAX_ASPECT_RATIO = 200
+_BYTES_PER_PIXEL = 16
+"""Four each for the image as it is stored, in RGB, and resized; three each for its pixels in rows and in patches. Some
+decoders have the whole image a second time."""
 _LOW_DETAIL_PIXELS = 512 * 512
 _MAX_SQUARE_PIXELS = MediaSettings().max_pixels
 """Of an image that is padded: one of few pixels may be as long as it likes."""
@@ -53,6 +56,11 @@ class ImageProcessor:
             return self._tokens_per_image
         height, width = qwen2_vl_size(picture.height, picture.width, options)
         return height * width // (options.patch_size * options.merge_size) ** 2
+
+    def memory_bytes(self, height: int, width: int) -> int:
+        """About what decoding and preparing an image of this size takes at the worst."""
+        num_pixels = max(height, width) ** 2 if self._options.pads_to_square else height * width
+        return _BYTES_PER_PIXEL * num_pixels
 
     def options_text(self, detail: Detail = "auto", said: ProcessorKwargs = NOTHING_SAID) -> str:
         """All that decides, beside the image, what `prepare` makes of it."""

@@ -1,6 +1,6 @@
 """Which kinds of video files are read, told by their first bytes alone, whatever a host calls them."""
 
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 
 NAMES = "MP4, QuickTime, WebM, Matroska, AVI, MPEG-TS, MPEG and animated GIF"
 CODEC_NAMES = "H.264, HEVC, AV1, VP8, VP9, MPEG-1, -2 and -4, and Motion JPEG"

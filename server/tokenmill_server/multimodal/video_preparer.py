@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.flights import Admit
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.prepared import Find

@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.video_formats import CODEC_NAMES, container_of
 from tokenmill_server.processing.shown import shown

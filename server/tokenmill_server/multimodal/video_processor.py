@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.video_options import VideoOptions
 from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts
 from tokenmill_server.multimodal.video_sampling import Sampling, sample_frames, seconds_between_steps, timestamps

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.video_options import VideoOptions
 from tokenmill_server.multimodal.video_process import VideoFacts
 from tokenmill_server.multimodal.video_reading import VideoReading

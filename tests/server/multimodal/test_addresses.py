@@ -2,13 +2,15 @@
 
 import asyncio
 import ipaddress
+import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill_server.multimodal.addresses import MediaError, is_public, local_file, parse_target, resolve
+from tokenmill_server.multimodal.addresses import is_public, local_file, parse_target, resolve
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
 
 PUBLIC = ["1.1.1.1", "8.8.8.8", "93.184.216.34", "2606:4700:4700::1111", "2a00:1450:4001:80e::200e", "64:ff9b::808:808"]
@@ -83,15 +85,20 @@ def test_public_addresses_are_resolved_to_themselves() -> None:
 def test_one_private_address_among_several_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server that answers with a public and a private address."""
 
-    async def found(*_arguments: object, **_options: object) -> list[object]:
+    def found(*_arguments: object, **_options: object) -> list[object]:
         return [(2, 1, 6, "", (address, 80)) for address in ("93.184.216.34", "10.0.0.1")]
 
-    async def work() -> None:
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
-        await resolve(parse_target("http://both.example/"), MediaSettings())
-
+    monkeypatch.setattr(socket, "getaddrinfo", found)
     with pytest.raises(MediaError, match="not a public address"):
-        asyncio.run(work())
+        asyncio.run(resolve(parse_target("http://both.example/"), MediaSettings()))
+
+
+def test_a_dot_at_the_end_of_a_name_is_for_name_servers() -> None:
+    target = parse_target("https://Example.com.:8443/x")
+    assert (target.host, target.authority) == ("example.com", "example.com:8443")
+    for url in ("http://./", "http://../", "http://a../"):
+        with pytest.raises(MediaError):
+            parse_target(url)
 
 
 def test_domains() -> None:

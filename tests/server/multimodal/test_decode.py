@@ -11,8 +11,9 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from tests.support.pictures import encoded, noise
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal import decode as decoding
 from tokenmill_server.multimodal.decode import decode
+from tokenmill_server.multimodal.errors import MediaError
 
 MAX_PIXELS = 10**6
 
@@ -126,3 +127,24 @@ def test_a_limit_is_a_limit() -> None:
     assert decode(data, 100).width == 10
     with pytest.raises(MediaError, match="10 x 10 pixels, more than the 99"):
         decode(data, 99)
+
+
+def test_room_is_made_before_a_pixel_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def reserve(height: int, width: int) -> None:
+        sizes.append((height, width))
+        monkeypatch.setattr(decoding, "to_picture", real)
+
+    real = decoding.to_picture
+    monkeypatch.setattr(decoding, "to_picture", None)
+    assert decode(encoded(noise(20, 30)), MAX_PIXELS, reserve).width == 30
+    assert sizes == [(20, 30)]
+
+
+def test_a_server_without_memory_does_not_blame_the_image() -> None:
+    def reserve(height: int, width: int) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        decode(encoded(noise(20, 30)), MAX_PIXELS, reserve)

@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 
 from tests.support.media_host import MediaHost, answer, media_host, redirect
 from tokenmill_server.multimodal import fetch as fetching
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal import name_lookup
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file
 from tokenmill_server.multimodal.settings import MediaSettings
 
@@ -113,22 +115,56 @@ def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest
     with media_host(picture=answer(b"picture")) as host, media_host() as sink:
         asked = []
 
-        async def work() -> bytes:
-            loop = asyncio.get_running_loop()
-            real = loop.getaddrinfo
+        def answers(name: str) -> list[str]:
+            asked.append(name)
+            return ["127.0.0.1"] if len(asked) == 1 else ["127.0.0.2"]
 
-            async def getaddrinfo(name: object, *arguments: object, **options: object) -> object:
-                if name != "turning.example":
-                    return await real(name, *arguments, **options)  # type: ignore[arg-type]
-                asked.append(name)
-                return [(2, 1, 6, "", ("127.0.0.1", host.port if len(asked) == 1 else sink.port))]
+        name_server(monkeypatch, answers)
+        settings = MediaSettings(allowed_domains=("turning.example",))
+        assert get(host.url("/picture", "turning.example"), settings) == b"picture"
+        assert asked == ["turning.example"]
+        assert sink.num_connections == 0
 
-            monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-            settings = MediaSettings(allowed_domains=("turning.example",))
-            return await fetch(host.url("/picture", "turning.example"), settings, Budget(100))
 
-        assert asyncio.run(work()) == b"picture"
-        assert len(asked) == 1
+def name_server(monkeypatch: pytest.MonkeyPatch, answers: Callable[[str], list[str]]) -> None:
+    """Addresses of all names."""
+    monkeypatch.setattr(name_lookup, "_addresses", lambda name, port: answers(name))
+
+
+def test_an_address_that_does_not_answer_takes_no_time_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a host's two takes connections, and says nothing of TLS: it would use up all of the time."""
+    certificate = Path(__file__).parents[2] / "data" / "localhost.pem"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    known = ssl.create_default_context(cafile=certificate)
+    monkeypatch.setattr(fetching, "_tls", lambda: known)
+    with media_host(context, picture=answer(b"picture")) as host, socket.socket() as silent:
+        silent.bind(("127.0.0.3", host.port))
+        silent.listen()
+        name_server(monkeypatch, lambda name: ["127.0.0.3", "127.0.0.1"])
+        assert get(host.url("/picture"), replace(LOCAL, fetch_timeout_s=300.0)) == b"picture"
+        assert host.paths == ["/picture"]
+
+
+def test_an_address_that_refuses_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with media_host(picture=answer(b"picture")) as host:
+        name_server(monkeypatch, lambda name: ["127.0.0.3", "127.0.0.4", "127.0.0.1"])
+        assert get(host.url("/picture")) == b"picture"
+        name_server(monkeypatch, lambda name: ["127.0.0.3", "127.0.0.4"])
+        with pytest.raises(MediaError, match="cannot be reached"):
+            get(host.url("/picture"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_addresses_in_redirects_may_be_written_as_they_are(encoding: str) -> None:
+    """As browsers read them: in UTF-8, if it is."""
+    with media_host(picture=answer(b"picture")) as host:
+        location = "/ü".encode(encoding)
+        host.pages["/to"] = lambda connection: connection.sendall(
+            b"HTTP/1.1 302 Found\r\nLocation: %b\r\nContent-Length: 0\r\n\r\n" % location
+        )
+        host.pages["/%C3%BC"] = answer(b"picture")
+        assert get(host.url("/to")) == b"picture"
 
 
 def test_declared_size_is_refused_before_the_body() -> None:

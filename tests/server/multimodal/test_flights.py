@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.prepared_items import made_up
 from tokenmill_engine.errors import ContextLengthError
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.flights import Admit, Flights, Waiter
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import RoomFor, TokenRoom

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from PIL import Image
 from tests.support.media_host import answer, media_host
 from tests.support.pictures import encoded, noise, picture, picture_url
 from tests.support.prepared_items import WatchedProcessor, source
+from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal import loader as loading_of_images
-from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.parts import ImageSource
@@ -84,7 +87,7 @@ def test_one_that_fails_ends_the_others(loader: MediaLoader) -> None:
 def test_no_more_is_fetched_than_can_soon_be_decoded(
     processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was fetched is in memory until then."""
+    """What was fetched is in memory until then. Nor may one request with many images keep others from theirs."""
     single = loader_of(processor, MediaSettings(loading_threads=1))
     num_fetched, go_on = 0, threading.Event()
     data = encoded(noise(20, 30))
@@ -100,19 +103,22 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
         go_on.wait()
         return ImageProcessor.prepare(processor, picture, detail, key, *said)
 
-    async def work() -> int:
-        loading = asyncio.ensure_future(single.load([source("http://x.example/")] * 20, TokenRoom(10_000, 10_000)))
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        before = num_fetched
+    async def work() -> list[int]:
+        loading, before = [], []
+        for _ in range(3):
+            request = single.load([source("http://x.example/")] * 20, TokenRoom(10_000, 10_000))
+            loading.append(asyncio.ensure_future(request))
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            before.append(num_fetched)
         go_on.set()
-        assert len(await loading) == 20
+        assert [len(each) for each in await asyncio.gather(*loading)] == [20] * 3
         return before
 
     monkeypatch.setattr(loading_of_images, "fetch", fetched)
     monkeypatch.setattr(processor, "prepare", prepare)
-    assert asyncio.run(work()) == 4
-    assert num_fetched == 20
+    assert asyncio.run(work()) == [2, 4, 4]
+    assert num_fetched == 60
     single.close()
 
 
@@ -135,3 +141,27 @@ def test_what_has_no_room_is_not_prepared(loader: MediaLoader, processor: Watche
     with pytest.raises(ContextLengthError, match="more tokens than"):
         load(loader, *[source(url)] * 5, room=TokenRoom(image.num_tokens * 3, 1000))
     assert len(processor.threads) <= 3
+
+
+def test_images_that_are_decoded_share_memory(processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one there is one at a time, however many threads there are."""
+    small = loader_of(processor, replace(SETTINGS, decoding_bytes=processor.memory_bytes(20, 30)))
+    now, most, num_done, lock = 0, 0, 0, threading.Lock()
+
+    def prepare(picture: Picture, *arguments: Any) -> PreparedItem:
+        nonlocal now, most, num_done
+        with lock:
+            now += 1
+            most = max(most, now)
+        wait_for(lambda: len(small._memory._waiting) > 0 or num_done == 19, PATIENCE_S, "the next image")
+        item = ImageProcessor.prepare(processor, picture, *arguments)
+        with lock:
+            now -= 1
+            num_done += 1
+        return item
+
+    monkeypatch.setattr(processor, "prepare", prepare)
+    sizes = [(20, 30), (90, 90), (20, 30), (10, 10), (20, 30)] * 4  # the second is larger than all there is
+    load(small, *(source(picture_url(*size, seed)) for seed, size in enumerate(sizes)))
+    small.close()
+    assert most == 1

@@ -16,8 +16,8 @@ from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.media_store import media_bytes
 from tokenmill_engine.messages import MediaItem
 from tokenmill_server.multimodal import loader as loading_of_images
-from tokenmill_server.multimodal.addresses import MediaError
 from tokenmill_server.multimodal.decode import Picture
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.parts import ImageSource

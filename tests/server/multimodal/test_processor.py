@@ -21,7 +21,7 @@ from tests.support.pictures import noise, picture
 from tokenmill_engine.config.media import MediaConfig, VisionConfig
 from tokenmill_engine.config.views import ViewsConfig
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.processor import ImageProcessor

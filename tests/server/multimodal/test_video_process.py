@@ -20,7 +20,7 @@ from tests.support.pictures import encoded, noise
 from tests.support.server import PATIENCE_S, wait_for
 from tests.support.videos import decoded, moving, video_file
 from tokenmill_server.multimodal import video_process
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts, decode_video
 

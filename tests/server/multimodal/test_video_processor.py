@@ -9,7 +9,7 @@ from PIL import Image
 from tests.support import video_oracle
 from tests.support.video_options import video_options
 from tests.support.videos import moving
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.video_options import VideoMethod
 from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts
 from tokenmill_server.multimodal.video_processor import (

@@ -8,7 +8,7 @@ from transformers import Qwen3VLProcessor
 
 from tests.support import video_oracle
 from tests.support.video_options import video_options
-from tokenmill_server.multimodal.addresses import MediaError
+from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.video_options import VideoMethod, VideoOptions
 from tokenmill_server.multimodal.video_process import VideoFacts
 from tokenmill_server.multimodal.video_reading import VideoReading

@@ -1,0 +1,76 @@
+"""Lookups of names, some of which never end."""
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from tokenmill_server.multimodal import name_lookup
+from tokenmill_server.multimodal.name_lookup import look_up
+
+pytestmark = pytest.mark.asyncio
+
+PATIENCE_S = 60.0
+
+
+class NameServer:
+    """Answers to names on `silent` only when told to."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.asked: list[str] = []
+
+    def getaddrinfo(self, name: str, port: int, *_arguments: object, **_options: object) -> list[object]:
+        self.asked.append(name)
+        if name.startswith("silent"):
+            self.go_on.wait()
+        if name.startswith("unknown"):
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("1.1.1.1", "1.1.1.1", "::2")
+        ]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> NameServer:
+    server = NameServer()
+    monkeypatch.setattr(socket, "getaddrinfo", server.getaddrinfo)
+    return server
+
+
+async def test_each_address_once(names: NameServer) -> None:
+    assert await look_up("some.example", 80) == ["1.1.1.1", "::2"]
+
+
+async def test_a_name_that_nobody_knows(names: NameServer) -> None:
+    with pytest.raises(OSError, match="no such name"):
+        await look_up("unknown.example", 80)
+
+
+async def test_names_that_do_not_answer_keep_nothing_else_waiting(names: NameServer) -> None:
+    """Neither other names nor what else wants a thread of the event loop's; more of them than it has."""
+    silent = [asyncio.ensure_future(look_up(f"silent{index}.example", 80)) for index in range(40)]
+    async with asyncio.timeout(PATIENCE_S):
+        assert await look_up("some.example", 80) == ["1.1.1.1", "::2"]
+        assert await asyncio.to_thread(lambda: 7) == 7
+    names.go_on.set()
+    assert await asyncio.gather(*silent) == [["1.1.1.1", "::2"]] * 40
+
+
+async def test_there_are_never_more_lookups_than_places(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when those who wanted to know are gone: their lookups are not."""
+    monkeypatch.setattr(name_lookup, "_MAX_LOOKUPS", 3)
+    silent = [asyncio.ensure_future(look_up(f"silent{index}.example", 80)) for index in range(3)]
+    async with asyncio.timeout(PATIENCE_S):
+        while len(names.asked) < 3:
+            await asyncio.sleep(0.01)
+    for each in silent:
+        each.cancel()
+    await asyncio.gather(*silent, return_exceptions=True)
+    late = asyncio.ensure_future(look_up("late.example", 80))
+    await asyncio.sleep(0)
+    assert "late.example" not in names.asked
+    names.go_on.set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await late == ["1.1.1.1", "::2"]
