@@ -98,7 +98,12 @@ class TextGenerator:
             choice.request_id = self._client.new_request_id()
         supply = request.media_supply
         media = request.media if supply is None else supply.outgoing(self._client.shares_memory(engine))
-        self._client.add(engine, _engine_requests(generation, generation.choices, media), prompt)
+        try:
+            self._client.add(engine, _engine_requests(generation, generation.choices, media), prompt)
+        except BaseException:
+            if supply is not None:
+                supply.end()
+            raise
         for choice in generation.choices:
             self._choices[choice.request_id] = choice
         return generation

@@ -4,6 +4,7 @@ nothing is left of it."""
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,6 +175,45 @@ def test_a_new_api_server_goes_on_with_the_memory_of_the_last(model: Path, expec
             wait_for(lambda: is_healthy(server), START_S, "a healthy server", poll_s=0.2)
             assert segments_of(server.api_server_pids()[0]) == inodes
             assert [ask(server, asked) for asked in CONVERSATION] == expected
+
+
+def test_api_servers_die_while_others_use_the_same_images(model: Path, expected: list[list[list[int]]]) -> None:
+    """In room for three images, so that places are taken again and again. Who gets an answer gets the right one, and
+    nobody is told of an error: a request ends without an answer only with the API server that had it."""
+    flags = ("-tp", "2", "--api-server-count", "2", "--mm-processor-cache-gb", f"{ROOM_FOR_THREE_GB:.9f}")
+    with serving(model, *flags) as server, ThreadPoolExecutor(6) as pool:
+        is_over = threading.Event()
+        clients = [pool.submit(keep_asking, server, expected, number, is_over) for number in range(6)]
+        for victim in (0, 1, 0):
+            pids = server.api_server_pids()
+            server.kill(pids[victim])
+            wait_for(lambda pids=pids: len(set(server.api_server_pids()) - set(pids)) == 1, START_S, "another one")
+            wait_for(lambda: is_healthy(server), START_S, "a healthy server", poll_s=0.2)
+        is_over.set()
+        answered = [client.result(START_S) for client in clients]
+        assert min(answered) > 0
+        server.drop_connections()
+        server.check_idle()
+        assert "Traceback" not in server.log
+
+
+def keep_asking(server: Server, expected: list[list[list[int]]], number: int, is_over: threading.Event) -> int:
+    """Returns how many answers there were, all of them right."""
+    num_answers = 0
+    turn = number
+    while not is_over.is_set() or num_answers == 0:
+        turn += 1
+        with contextlib.suppress(httpx.TransportError):
+            response = httpx.post(
+                f"{server.url}/v1/chat/completions", json=CONVERSATION[turn % len(CONVERSATION)], timeout=PATIENCE_S
+            )
+            if response.status_code == 503:  # an API server that has just been started
+                continue
+            assert response.status_code == 200, response.text
+            answer = [choice["token_ids"] for choice in response.json()["choices"]]
+            assert answer == expected[turn % len(CONVERSATION)]
+            num_answers += 1
+    return num_answers
 
 
 def is_healthy(server: Server) -> bool:

@@ -71,6 +71,8 @@ class EchoEngine:
     """What it has of media that come without tensors, asking for what it has not; None: it does not look."""
     over_tcp: bool = False
     """Reached as one on another machine."""
+    num_segments: int = 0
+    """As in `EngineReady`."""
     added: list[AddRequest] = field(default_factory=list)
     """Every request ever received."""
     aborted: list[tuple[int, FinishReason]] = field(default_factory=list)
@@ -108,7 +110,10 @@ class EchoEngine:
         return len(self._running)
 
     def ready(self) -> EngineReady:
-        return EngineReady(self.engine, self.incarnation, self._endpoints, self.max_model_len, 100, 16, 1600, "echo")
+        sizes = (self.max_model_len, 100, 16, 1600)
+        return EngineReady(
+            self.engine, self.incarnation, self._endpoints, *sizes, "echo", num_segments=self.num_segments
+        )
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ class _Object:
 
 
 class Lease:
-    """Keeps an object where it is, until `release`."""
+    """Keeps an object where it is, until `release`, or until nobody has the lease any more."""
 
     def __init__(self, store: "ObjectStore", kept: _Object) -> None:
         self._store = store
@@ -69,6 +69,11 @@ class Lease:
         kept, self._object = self._object, None
         if kept is not None:
             self._store._let_go(kept)
+
+    def __del__(self) -> None:
+        # Maybe in the middle of what the store does: it looks there when it does the next thing.
+        if self._object is not None:
+            self._store._dropped.append(self._object)
 
 
 class ObjectStore:
@@ -94,6 +99,8 @@ class ObjectStore:
         self._objects: dict[bytes, _Object] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         """Objects without leases, least recently used first."""
+        self._dropped: deque[_Object] = deque()
+        """One for each lease that was dropped without being released."""
         self._changed = threading.Condition()
         self._has_warned = False
         self.reader = SegmentReader(self._fd)
@@ -112,7 +119,9 @@ class ObjectStore:
     @property
     def num_leased(self) -> int:
         """Of those, what somebody has a lease on."""
-        return len(self._objects) - len(self._idle)
+        with self._changed:
+            self._take_dropped()
+            return len(self._objects) - len(self._idle)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._objects
@@ -139,6 +148,7 @@ class ObjectStore:
         what is leased leaves no room, or the machine has no memory."""
         _, num_bytes = places_of(tensors)
         with self._changed:
+            self._take_dropped()
             self._changed.wait_for(lambda: key not in self._objects or self._objects[key].is_whole)
             if key in self._objects:
                 return self._lease(self._objects[key])
@@ -161,6 +171,7 @@ class ObjectStore:
     def clear(self) -> None:
         """Drops what nobody has a lease on."""
         with self._changed:
+            self._take_dropped()
             while self._idle:
                 self._evict(next(iter(self._idle)))
 
@@ -184,6 +195,15 @@ class ObjectStore:
             del self._idle[kept.key]
         kept.num_leases += 1
         return Lease(self, kept)
+
+    def _take_dropped(self) -> None:
+        while self._dropped:
+            self._end_lease(self._dropped.popleft())
+
+    def _end_lease(self, kept: _Object) -> None:
+        kept.num_leases -= 1
+        if kept.num_leases == 0:
+            self._idle[kept.key] = None
 
     def _place(self, key: bytes, tensors: Mapping[str, MediaTensor], num_bytes: int, note: Any) -> _Object | None:
         """A new object, leased, whose bytes are not there yet."""
@@ -245,6 +265,4 @@ class ObjectStore:
 
     def _let_go(self, kept: _Object) -> None:
         with self._changed:
-            kept.num_leases -= 1
-            if kept.num_leases == 0:
-                self._idle[kept.key] = None
+            self._end_lease(kept)

@@ -30,6 +30,9 @@ class ProcessorCache(Protocol):
     def add(self, item: PreparedItem) -> None:
         """Whoever else wants the item, of which `keep` was told, finds it from now on."""
 
+    def with_tensors(self, key: bytes) -> PreparedItem | None:
+        """The item with this key and its tensors, if they are in reach of this process."""
+
     def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
         """`item`, of a request that is being sent, as it travels: without the tensors that its receiver has. `shares`:
         the receiver reads the memory that this API server shares."""
@@ -106,6 +109,9 @@ class ItemCache:
     def keep(self, item: PreparedItem) -> None:
         """Nothing takes long."""
 
+    def with_tensors(self, key: bytes) -> PreparedItem | None:
+        return self.find(key)
+
     def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
         return item
 
@@ -141,6 +147,9 @@ class KeyCache:
 
     def keep(self, item: PreparedItem) -> None:
         """Nothing takes long."""
+
+    def with_tensors(self, key: bytes) -> PreparedItem | None:
+        return self.find(key)
 
     def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
         with self._lock:

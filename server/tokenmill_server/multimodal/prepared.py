@@ -137,7 +137,7 @@ class PreparedMedia:
         """The item with its tensors, if they are in this process."""
         if item.tensors or self._cache is None:
             return item if item.tensors else None
-        known = self._cache.find(item.key)
+        known = self._cache.with_tensors(item.key)
         return known if known is not None and known.tensors else None
 
     def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:

@@ -38,6 +38,10 @@ class SharedCache:
         with self._lock:
             self._in_hand[item.key] = item
 
+    def with_tensors(self, key: bytes) -> PreparedItem | None:
+        item = self.find(key)
+        return None if item is None else self.outgoing(item)
+
     def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
         lease = self._store.acquire(item.key)
         if lease is None:

@@ -145,6 +145,21 @@ def test_nothing_goes_for_what_will_not_fit_anyway() -> None:
         assert put(store, 4, 3) is not None
 
 
+def test_a_lease_that_nobody_has_any_more_is_none() -> None:
+    with object_store(4) as store:
+        lease = leased(store, 1, 4)
+        assert put(store, 2, 2) is None
+        del lease
+        assert store.num_leased == 0
+        first = store.acquire(key_of(1))
+        assert first is not None
+        first.release()
+        del first
+        assert store.num_leased == 0
+        store.check_invariants()
+        assert put(store, 2, 2) is not None
+
+
 def test_who_asks_for_it_keeps_it_longest() -> None:
     with object_store(4) as store:
         leased(store, 1, 2).release()

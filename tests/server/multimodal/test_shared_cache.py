@@ -58,6 +58,20 @@ def test_a_receiver_without_the_memory_gets_the_tensors(store: ObjectStore) -> N
     assert store.num_leased == 0
 
 
+def test_tensors_are_in_reach_as_long_as_they_are_kept(store: ObjectStore) -> None:
+    cache = SharedCache(store)
+    prepared = kept(cache, 1)
+    key, expected = prepared.key, prepared.tensors
+    del prepared
+    gc.collect()
+    found = cache.with_tensors(key)
+    assert found is not None
+    assert same(found.tensors, expected)
+    assert store.num_leased == 0
+    store.clear()
+    assert cache.with_tensors(key) is None
+
+
 def test_what_finds_no_room_is_known_while_somebody_has_it(store: ObjectStore) -> None:
     cache = SharedCache(store)
     large = kept(cache, 1, 6 * GRAIN_BYTES)
