@@ -212,6 +212,14 @@ def test_what_is_around_the_media_is_limited_as_well(start: bytes, more: bytes) 
         get(host.url("/endless"))
 
 
+def test_videos_have_a_time_of_their_own() -> None:
+    settings = MediaSettings(allowed_domains=("localhost",), fetch_timeout_s=300.0, video_fetch_timeout_s=0.5)
+    with media_host() as host:
+        host.pages["/never"] = lambda connection: host.stopped.wait() and None
+        with pytest.raises(MediaError, match=r"within 0\.5 s.*--video-fetch-timeout"):
+            asyncio.run(fetch(host.url("/never"), settings, Budget(1000), "video"))
+
+
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 def test_time_is_limited_for_the_whole(start: bytes) -> None:
     """Also for a host that sends a byte now and then."""
