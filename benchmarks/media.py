@@ -53,6 +53,7 @@ _FEW_TOKENS = ("--mm-processor-kwargs", '{"max_pixels": 50176}')
 """64 tokens for an image, whatever its size."""
 _ASK_EVERY_S = 0.005
 _NUM_STREAMS = 4
+_NUM_LARGE = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -219,40 +220,48 @@ def ttft(setting: Setting) -> list[Figures]:
 
 
 def delay(setting: Setting) -> list[Figures]:
-    """A row for a quiet server, and one for while it decodes large images for others."""
+    """A row for a quiet server, and one for while it decodes large images for others, two at a time. `streams lasted`
+    is below 1 if the streams ended before the last image: what came then is seen by /health alone."""
     bodies = [
         chat([user(text("Small."), picture(make_image((5472, 3648), number).url))], 1)
         for number in range(setting.count(12))
     ]
-    num_tokens = setting.count(3000)
+    num_tokens = setting.count(12_000)
+    at_once = asyncio.Semaphore(_NUM_LARGE)
 
-    async def work(client: HttpClient) -> dict[str, tuple[list[float], list[float]]]:
+    async def ask_for_large(client: HttpClient, body: bytes) -> None:
+        async with at_once:
+            await ask(client, body)
+
+    async def work(client: HttpClient) -> dict[str, Figures]:
         await ask(client, bodies[0])
-        seen: dict[str, tuple[list[float], list[float]]] = {}
+        seen: dict[str, Figures] = {}
         for name in ("quiet", "decoding"):
             chats = [chat([user(text(f"{name} {number}"))], num_tokens) for number in range(_NUM_STREAMS)]
             streams = asyncio.gather(*(ask(client, body) for body in chats))
             done = asyncio.Event()
             probe = asyncio.ensure_future(_ask_for_health(client, done))
             began_s = time.perf_counter()
-            await (streams if name == "quiet" else asyncio.gather(*(ask(client, body) for body in bodies[1:])))
+            await (
+                streams if name == "quiet" else asyncio.gather(*(ask_for_large(client, body) for body in bodies[1:]))
+            )
             ended_s = time.perf_counter()
             done.set()
-            gaps = [
+            records = await streams
+            gaps_s = [
                 later - earlier
-                for record in await streams
+                for record in records
                 for earlier, later in pairwise(sorted(set(record.token_times_s)))
                 if later >= began_s and earlier <= ended_s
             ]
-            seen[name] = gaps, await probe
+            last_s = min(record.token_times_s[-1] for record in records)
+            lasted = min(1.0, (last_s - began_s) / (ended_s - began_s))
+            seen[name] = {"streams lasted": lasted} | spread("ITL", gaps_s) | spread("/health", await probe)
         return seen
 
     with served(setting, *_FEW_TOKENS) as server:
         seen = with_client(server.url, work)
-    return [
-        {"server": name} | spread("ITL", gaps_s) | spread("/health", probes_s)
-        for name, (gaps_s, probes_s) in seen.items()
-    ]
+    return [{"server": name} | figures for name, figures in seen.items()]
 
 
 async def _ask_for_health(client: HttpClient, done: asyncio.Event) -> list[float]:
