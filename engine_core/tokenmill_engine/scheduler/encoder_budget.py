@@ -152,7 +152,8 @@ class MediaAllowance:
         self._allowance = allowance
         self._leaving = leaving
         self._num_encoded = 0
-        self._max_more = allowance.num_left + allowance.num_decodes if allowance.num_decodes else budget.max_encoded
+        beside_streams = allowance.num_left + allowance.num_decodes if allowance.num_decodes else budget.max_encoded
+        self._max_more = min(beside_streams, budget.max_encoded)
         """Tokens that images may be together if they are several."""
         self._num_held = budget.cache.num_held_without(leaving)
         self._taken: set[EncoderKey] = set()

@@ -112,6 +112,16 @@ def test_a_chunk_ends_before_the_image_that_exceeds_the_budget_of_the_step() -> 
     finish(driver)
 
 
+def test_beside_streams_the_budget_of_the_step_holds_too() -> None:
+    """Though the step may compute more tokens than it may encode."""
+    driver = Driver(Setting(budget=8, encoder_budget=6, depth=1))
+    add(driver, 1, 1, sampling=LONG)
+    driver.step()
+    add(driver, 2, ("cat", 1), ("dog", 6))
+    assert [encoded(next_plan(driver)) for _ in range(2)] == [[1], [6]]
+    finish(driver)
+
+
 def test_a_chunk_ends_before_the_image_that_exceeds_the_cache() -> None:
     driver = Driver(Setting(encoder_cache=6, depth=1))
     add(driver, 1, 3, "cat", 2, "dog", 1)
