@@ -20,7 +20,8 @@ from tests.support.pictures import picture_url
 from tests.support.processes import wait_for_ends
 from tests.support.server import PATIENCE_S, Server, run_serve, start_server, wait_for
 from tests.support.shared_media import segment_sizes, segments_of
-from tests.support.tiny_media_models import cached_tiny_media_model
+from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
+from tests.support.videos import moving, video_file, video_url
 from tokenmill import LLM, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -263,6 +264,23 @@ def test_nothing_is_left(model: Path, victim: str) -> None:
         wait_for(lambda: list(folder.iterdir()) == [], PATIENCE_S, "an empty folder for temporary files")
         holders = [pid for pid in psutil.pids() if segments_of(pid) & inodes]
         assert holders == []
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_videos_and_images_of_newer_models_are_shared_too(family: MediaFamily) -> None:
+    """Those of Qwen3-VL in one object for each group of frames."""
+    video = {"type": "video_url", "video_url": {"url": video_url(video_file(moving(20, 48, 64), rate=4))}}
+    asked = body(1, text="and this?", media_io_kwargs={"video": {"num_frames": 8}})
+    asked["messages"][0]["content"].append(video)
+    folder = cached_tiny_media_model(family)
+    trusting = ("--trust-request-mm-kwargs",)
+    with start_server(str(folder), *TINY_FLAGS, *SMALL_STEPS, *trusting, "--mm-processor-cache-gb", "0") as server:
+        alone = ask(server, asked)
+    with serving(folder, *trusting, "-tp", "2") as server:
+        assert [ask(server, asked) for _ in range(2)] == [alone] * 2
+        assert counts(server) == (2, 4)
+        (taken,) = segment_sizes(server.process.pid).values()
+        assert taken > 8 * 48 * 64 * 3
 
 
 def test_memory_that_is_not_there_is_a_start_error(model: Path) -> None:
