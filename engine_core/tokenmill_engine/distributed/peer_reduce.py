@@ -11,8 +11,10 @@ from tokenmill_engine.distributed.peer_memory import Exchange, share_memory
 from tokenmill_kernels.gpu import peer_reduce as kernels
 from tokenmill_kernels.gpu.peer_protocol import FILL, NUM_SLOTS, NUM_STATE_WORDS, UNIT_BYTES, Peers
 
-MAX_BYTES = 4 << 20
-"""Largest tensor that is summed this way."""
+_MAX_BYTES = {2: 16 << 20}
+"""Largest tensor that is summed this way, by the number of members. That of two was measured; its receive area takes
+about 100 MB."""
+_MANY_MAX_BYTES = 4 << 20
 _ONE_SHOT_BYTES = {2: 2 << 20, 3: 1 << 20, 4: 512 << 10}
 """Up to this size every member sends everything to every other one, by their number. That of two was measured, where
 a norm follows."""
@@ -32,9 +34,9 @@ class PeerReduce:
         size: int,
         device: torch.device,
         exchange: Exchange,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: int | None = None,
         one_shot_bytes: int | None = None,
-        overlap: bool = False,
+        overlap: bool = True,
     ) -> None:
         """`exchange` gathers bytes of all members, as many from each, by rank; it is called a few times, here only.
         `overlap` lets kernels start while those before them end.
@@ -42,10 +44,11 @@ class PeerReduce:
         Raises:
             PeerMemoryError: on all members alike, if one of them cannot map the memory of another.
         """
+        largest = _MAX_BYTES.get(size, _MANY_MAX_BYTES) if max_bytes is None else max_bytes
         limit = _ONE_SHOT_BYTES.get(size, _MANY_ONE_SHOT_BYTES) if one_shot_bytes is None else one_shot_bytes
-        self._max_bytes, self._one_shot_bytes = max_bytes, min(limit, max_bytes)
+        self._max_bytes, self._one_shot_bytes = largest, min(limit, largest)
         self._overlap = overlap
-        slot_bytes = max(size * self._one_shot_bytes, 2 * max_bytes) // UNIT_BYTES * UNIT_BYTES + _SPARE_BYTES
+        slot_bytes = max(size * self._one_shot_bytes, 2 * largest) // UNIT_BYTES * UNIT_BYTES + _SPARE_BYTES
         state = torch.zeros(NUM_STATE_WORDS, dtype=torch.int32, device=device)
         self._memory = share_memory(NUM_SLOTS * slot_bytes, FILL, rank, size, device, exchange)
         self._peers = Peers(rank, size, self._memory.addresses, state, slot_bytes)

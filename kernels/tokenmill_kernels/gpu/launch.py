@@ -18,16 +18,20 @@ class DeviceLimits:
     num_sms: int
     shared_memory_bytes: int
     """Shared memory that one thread block may use."""
+    memory_bandwidth: float
+    """Bytes per second between the device and its memory, by clock and width."""
 
 
 @cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """Limits of a CUDA device; a small made-up one for the interpreter, where programs run one after the other."""
     if device.type != "cuda":
-        return DeviceLimits(num_sms=3, shared_memory_bytes=228 * 1024)
+        return DeviceLimits(num_sms=3, shared_memory_bytes=228 * 1024, memory_bandwidth=0.0)
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
+    # Kilohertz, with two transfers in each period, and bits.
+    bandwidth = 2e3 * properties["mem_clock_rate"] * properties["mem_bus_width"] / 8
+    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], bandwidth)
 
 
 COMPILE_OPTIONS = {"enable_fp_fusion": True}

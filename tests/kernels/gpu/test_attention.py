@@ -11,8 +11,11 @@ import torch
 
 from tests.support.kernel_inputs import PagedBatch, PagedShape, assert_near, paged_batch, poisoned
 from tokenmill_kernels import reference
+from tokenmill_kernels.gpu import attention_tiles
 from tokenmill_kernels.gpu.attention import paged_attention, plan_attention
 from tokenmill_kernels.gpu.attention_plan import AttentionPlan
+from tokenmill_kernels.gpu.attention_tiles import decode_config
+from tokenmill_kernels.gpu.launch import DeviceLimits
 
 DECODES = [(1, 40), (1, 7), (1, 230), (1, 64), (1, 1)]
 CHUNKS = [(17, 17), (33, 130), (2, 65)]
@@ -65,6 +68,15 @@ def check(batch: PagedBatch, plan: AttentionPlan | None = None, **options: Any) 
 )
 def test_against_reference(shape: PagedShape, requests: Sequence[tuple[int, int]], options: dict[str, Any]) -> None:
     check(paged_batch(shape, requests), **options)
+
+
+@pytest.mark.parametrize("num_requests", [5, 60])
+def test_tiles_for_fast_memory(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = decode_config(128, torch.float16, num_requests, torch.device("cpu"))
+    monkeypatch.setattr(attention_tiles, "device_limits", lambda device: DeviceLimits(3, 228 << 10, 4.8e12))
+    assert decode_config(128, torch.float16, num_requests, torch.device("cpu")) != usual
+    requests = (DECODES * num_requests)[: num_requests - 1] + CHUNKS[:1]
+    check(paged_batch(PagedShape(4, 2, 128, 16, torch.float16), requests))
 
 
 @pytest.mark.parametrize("total", [15, 16, 17, 63, 64, 65, 128, 129])
