@@ -121,7 +121,7 @@ class EngineMetrics:
         )
         self.encoder_time = build.histogram(
             "encoder_time_seconds",
-            "Part of it in which images and videos were encoded, of steps that did; with pipeline stages none is seen.",
+            "Part of a step's time in which it encoded images or videos, of steps that did; none with pipeline stages.",
             STEP_TIME_BUCKETS,
         )
         self.num_preemptions = build.counter(

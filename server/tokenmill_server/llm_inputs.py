@@ -92,6 +92,7 @@ def _item(prompt: object, label: str) -> Item:
     if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
         raise InvalidRequestError(
             "a prompt mapping has either `prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
+            + ("; images and videos go into messages of LLM.chat" if "multi_modal_data" in unknown else "")
         )
     salt = prompt.get("cache_salt")
     if salt is not None and not isinstance(salt, str):

@@ -47,6 +47,15 @@ def test_what_is_no_prompt(prompts: Any, message: str) -> None:
         items_of(prompts)
 
 
+def test_images_beside_a_prompt_are_refused_with_what_takes_them() -> None:
+    prompt: Any = {"prompt": "a", "multi_modal_data": {"image": object()}}
+    with pytest.raises(InvalidRequestError, match=r"images and videos go into messages of LLM\.chat"):
+        items_of([prompt])
+    other: Any = {"prompt": "a", "prompt_token_ids": [1]}
+    with pytest.raises(InvalidRequestError, match=r"perhaps `cache_salt`$"):
+        items_of([other])
+
+
 def test_sampling_parameters_are_written_as_people_do() -> None:
     written: Any = {"stop": "x", "stop_token_ids": [3], "temperature": 0, "logit_bias": {5: 1}}
     first, second = sampling_of(SamplingParams(**written), 2)

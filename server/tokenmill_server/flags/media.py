@@ -1,4 +1,4 @@
-"""The rows of the flag table about images."""
+"""The rows of the flag table about images and videos."""
 
 import math
 
@@ -38,8 +38,8 @@ MEDIA = (
         Group.MULTIMODAL,
         number(0, _MAX_CACHE_GB),
         _DEFAULTS.cache_gb,
-        "GiB of each cache of prepared images, which are prepared and sent once while they are in it: one for an API "
-        "server with one engine core, else one in each API server; 0: none",
+        "GiB of each cache of prepared images and videos, which are prepared and sent once while they are in it: one "
+        "for an API server with one engine core, else one in each API server; 0: none",
         "media.cache_gb",
         metavar="GIB",
     ),
@@ -58,7 +58,8 @@ MEDIA = (
         Group.MULTIMODAL,
         integer(1, _MAX_OBJECT_MB),
         _DEFAULTS.max_shared_object_mb,
-        "MiB of the largest image that --mm-processor-cache-type shm keeps; larger ones travel with their requests",
+        "MiB of the largest image or video that --mm-processor-cache-type shm keeps; larger ones travel with their "
+        "requests",
         "media.max_shared_object_mb",
         metavar="MIB",
     ),
@@ -85,8 +86,8 @@ MEDIA = (
         Group.MULTIMODAL,
         one_of("weights", "data"),
         "weights",
-        "How the workers of --tensor-parallel-size share the encoder of images: weights (each has a part of it, and "
-        "all compute every image together) or data (each has all of it, and images are split over them)",
+        "How the workers of --tensor-parallel-size share the encoder of images and videos: weights (each has a part of "
+        "it, and all compute every image together) or data (each has all of it, and images are split over them)",
         "model.encoder_mode",
         metavar="weights|data",
     ),
@@ -95,7 +96,7 @@ MEDIA = (
         Group.MULTIMODAL,
         boolean,
         False,
-        "Compute the placeholders of an image in one step, never in chunks; images of more than "
+        "Compute the placeholders of an image or a video in one step, never in chunks; those of more than "
         "--max-num-batched-tokens are refused then",
         "scheduler.disable_chunked_mm_input",
         arity=Arity.SWITCH,
@@ -105,8 +106,8 @@ MEDIA = (
         Group.MULTIMODAL,
         integer(1),
         _ENCODER.max_num_encoder_tokens,
-        "Most tokens of an image, and of all images that are encoded in one step; larger images are refused. Beside "
-        "running streams one image is encoded in a step",
+        "Most tokens of an image or a video, and of all that are encoded in one step; larger ones are refused. Beside "
+        "running streams a step encodes one, or several that have no more tokens than it may compute",
         "scheduler.max_num_encoder_tokens",
         metavar="TOKENS",
     ),
@@ -115,7 +116,7 @@ MEDIA = (
         Group.MULTIMODAL,
         integer(1),
         _ENCODER.encoder_cache_tokens,
-        "Tokens of encoded images that are kept for later steps and other requests; an image has no more either",
+        "Tokens of encoded images and videos that are kept for later steps and other requests; none has more",
         "scheduler.encoder_cache_tokens",
         metavar="TOKENS",
     ),

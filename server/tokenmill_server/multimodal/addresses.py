@@ -156,7 +156,7 @@ def local_file(url: str, settings: MediaSettings) -> Path:
     Raises MediaError unless it is in the folder of --allowed-local-media-path.
     """
     if settings.local_path is None:
-        raise MediaError("file: addresses are not allowed; the server was started without --allowed-local-media-path")
+        raise MediaError("file: addresses are not allowed without --allowed-local-media-path")
     try:
         parts = urlsplit(url)
     except ValueError as error:

@@ -31,6 +31,7 @@ from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.supply import LoadedItem
 from tokenmill_server.multimodal.video_preparer import VideoPreparer
 from tokenmill_server.multimodal.wishes import MediaWishes
+from tokenmill_server.processing.shown import shown
 
 T = TypeVar("T")
 
@@ -211,7 +212,11 @@ class MediaLoader:
                 return read_data_url(url, budget)
             case "file":
                 return read_file(url, self._settings, budget)
-        raise MediaError(f"{'an' if kind == 'image' else 'a'} {kind} has an http:, https: or data: address")
+        raise MediaError(
+            f"{'an' if kind == 'image' else 'a'} {kind} has an http:, https: or data: address, or with "
+            f"--allowed-local-media-path a file: address, got {shown(url)}; base64 text is an address behind "
+            f"data:{'image/jpeg' if kind == 'image' else 'video/mp4'};base64,"
+        )
 
     def _read_and_prepare(
         self, url: str, kind: str, prepare: Callable[..., PreparedItem], admit: Admit, find: Find

@@ -23,8 +23,6 @@ PLACES = {"image": IMAGE_PART, "video": VIDEO_PART}
 _IMAGE_KINDS = frozenset({"image_url", "input_image"})
 _VIDEO_KIND = "video_url"
 _LOCAL_KIND = "image_pil"
-_OTHER_MEDIA = frozenset({"input_audio", "audio_url", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds"})
-_MEDIA = _IMAGE_KINDS | _OTHER_MEDIA | {_VIDEO_KIND, _LOCAL_KIND}
 _DETAILS = ("auto", "low", "high")
 _MAX_UUID_CHARS = 1024
 
@@ -82,7 +80,8 @@ class MediaParts:
             self._known |= _IMAGE_KINDS | ({_LOCAL_KIND} if local else set())
         if videos:
             self._known |= {_VIDEO_KIND}
-        takes = ["text"] + ["images (image_url)"] * images + ["videos (video_url)"] * videos
+        image_kinds = "image_url, image_pil" if local else "image_url"
+        takes = ["text"] + [f"images ({image_kinds})"] * images + ["videos (video_url)"] * videos
         self._takes = f"{', '.join(takes[:-1])} and {takes[-1]}" if len(takes) > 1 else "text only"
 
     def content(self, given: Any, path: str) -> Any:
@@ -93,7 +92,7 @@ class MediaParts:
         """
         kinds = [_kind_of(part) for part in given] if isinstance(given, list) else []
         for index, kind in enumerate(kinds):
-            if kind in _MEDIA and kind not in self._known:
+            if kind is not None and kind not in TEXT_PARTS and kind not in self._known:
                 raise InvalidRequestError(
                     f"content parts of type {shown(kind)} are not supported: the model {shown(self._model)} takes "
                     f"{self._takes} here",

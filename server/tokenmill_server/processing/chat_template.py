@@ -171,7 +171,7 @@ def text_of_content(content: Any, path: str) -> str | None:
             )
         if kind not in TEXT_PARTS:
             raise InvalidRequestError(
-                f"content parts of type {shown(kind)} are not supported; this server takes text only",
+                f"content parts of type {shown(kind)} are not text",
                 f"{path}[{index}].type",
                 "unsupported_parameter",
             )

@@ -211,7 +211,8 @@ URL = "messages[0].content[0].image_url.url"
         (image(data_url(encoded(np.zeros((1001, 1000, 3), np.uint8)))), URL, "--max-image-pixels"),
         (image(data_url(bytes(2_000_001))), URL, "--max-media-bytes"),
         (image("ftp://x.example/y.png"), URL, "http:, https: or data:"),
-        (image("x.png"), URL, "http:, https: or data:"),
+        (image("x.png"), URL, r"http:, https: or data: .*a file: address, got 'x.png'"),
+        (image("iVBORw0KGgo" * 1000), URL, "behind data:image/jpeg;base64,"),
         (image(""), URL, "missing"),
         (image(None), URL, "missing"),
         (image("file:///etc/passwd"), URL, "--allowed-local-media-path"),
@@ -224,6 +225,7 @@ URL = "messages[0].content[0].image_url.url"
         ({**image(picture_url(20, 30)), "uuid": 7}, "messages[0].content[0].uuid", "text of 1 to"),
         ({**image(picture_url(20, 30)), "uuid": ""}, "messages[0].content[0].uuid", "text of 1 to"),
         ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[0].type", "text, images .image_url. and videos"),
+        ({"type": "image", "image": "x"}, "messages[0].content[0].type", "text, images .image_url. and videos"),
         (
             {"type": "input_audio", "input_audio": {}},
             "messages[0].content[0].type",
