@@ -1,5 +1,7 @@
 """Attention within runs of rows against a mask over all of them."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -46,3 +48,16 @@ def test_rows_see_their_own_run(lengths: list[int], num_heads: int) -> None:
 def test_no_runs_have_no_rows() -> None:
     nothing = torch.zeros(0, 4, 8)
     assert PackedRuns([], CPU).attend(nothing, nothing, nothing).shape == (0, 32)
+
+
+def test_a_cpu_needs_no_compiler_of_torch() -> None:
+    program = """
+import sys, torch
+from tokenmill_engine.models.vision.packed import PackedRuns
+for dtype in (torch.float32, torch.bfloat16):
+    rows = torch.ones(9, 2, 16, dtype=dtype)
+    PackedRuns([4, 5], torch.device("cpu"), dtype).attend(rows, rows, rows)
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

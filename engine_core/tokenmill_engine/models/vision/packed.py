@@ -27,9 +27,10 @@ class PackedRuns:
         sizes = np.asarray(lengths, np.int64)
         ends = np.cumsum(sizes)
         self._longest = int(sizes.max(initial=0))
+        self._packed = _packed_attention() if device.type == "cuda" and dtype.itemsize == 2 else None
         self._bounds: torch.Tensor | None = None
         """int32 [num_runs + 1]: first row of each run and the end of the last, for the packed kernel."""
-        if device.type == "cuda" and dtype.itemsize == 2 and _packed_attention() is not None:
+        if self._packed is not None:
             self._bounds = to_device(np.concatenate(([0], ends)).astype(np.int32), device)
         self._sizes, self._starts, self._device = sizes, ends - sizes, device
         self._groups_made: list[tuple[int, torch.Tensor | None]] | None = None
@@ -48,10 +49,9 @@ class PackedRuns:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention without a mask, each [num_rows, num_heads, head_dim] -> [num_rows, num_heads * head_dim]."""
-        packed = _packed_attention()
-        if self._bounds is not None and packed is not None and q.shape[2] % _HEAD_GRAIN == 0:
+        if self._packed is not None and q.shape[2] % _HEAD_GRAIN == 0:
             bounds, longest = self._bounds, self._longest
-            return packed(q, k, v, bounds, bounds, longest, longest).flatten(1)
+            return self._packed(q, k, v, bounds, bounds, longest, longest).flatten(1)
         out: torch.Tensor | None = None
         for length, rows in self._groups:
             parts = (q, k, v) if rows is None else tuple(heads.index_select(0, rows) for heads in (q, k, v))
@@ -66,7 +66,8 @@ class PackedRuns:
 
 @cache
 def _packed_attention() -> Callable[..., torch.Tensor] | None:
-    """FlashAttention over runs of any lengths, on GPUs; None where torch does not have it."""
+    """FlashAttention over runs of any lengths, on GPUs; None where torch does not have it. To import it takes a second,
+    for torch's compiler comes with it."""
     try:
         attention: Callable[..., torch.Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
