@@ -35,6 +35,9 @@ async def create_chat_completion(request: Request) -> Response:
     if parts.sources and media is not None:
         asked = MediaRequest(parts.sources, wishes, (api_key_of(request), fields.cache_salt or ""))
         prompt = await while_connected(request, media.encode(messages, asked, options, fields.truncation()))
+        # Megabytes of base64, which nobody needs while the answer is written.
+        fields.messages.clear()
+        parts.sources.clear()
     else:
         prompt = await inputs.encode_chat(messages, options, fields.truncation())
     generation_request = inputs.build(
