@@ -47,7 +47,11 @@ async def look_up(host: str, port: int) -> list[str]:
         with contextlib.suppress(RuntimeError):  # the loop may be gone by now
             loop.call_soon_threadsafe(settle, addresses, failure)
 
-    threading.Thread(target=work, name="media-name", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="media-name", daemon=True).start()
+    except RuntimeError as error:  # the machine has no thread left
+        places.release()
+        raise OSError("no thread to look the name up in") from error
     return await found
 
 

@@ -74,3 +74,17 @@ async def test_there_are_never_more_lookups_than_places(names: NameServer, monke
     names.go_on.set()
     async with asyncio.timeout(PATIENCE_S):
         assert await late == ["1.1.1.1", "::2"]
+
+
+async def test_without_a_thread_its_place_is_free_again(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_lookup, "_MAX_LOOKUPS", 1)
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", fail)
+        with pytest.raises(OSError, match="no thread"):
+            await look_up("some.example", 80)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await look_up("some.example", 80) == ["1.1.1.1", "::2"]
