@@ -24,8 +24,18 @@ _FORBIDDEN_CHARS = re.compile(r"[\x00-\x20\x7f\\]")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _LINK_LOCAL_V4 = ipaddress.IPv4Network("169.254.0.0/16")
-_CLOUD_SERVICES = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "100.100.100.200", "fd00:ec2::254")))
-"""Azure's is in a public network. See learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16."""
+_CLOUD_SERVICES = frozenset(
+    ipaddress.ip_address(each)
+    for each in (
+        "168.63.129.16",
+        "100.100.100.200",
+        *("fd00:ec2::23", "fd00:ec2::253", "fd00:ec2::254"),
+        "fd20:ce::254",
+        "fd00:c1::a9fe:a9fe",
+    )
+)
+"""Azure's, which is in a public network (learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16),
+Alibaba's, and those of Amazon, Google and Oracle that are not link-local."""
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -109,7 +109,16 @@ def test_domains() -> None:
     for url in ("http://2130706433/", "http://[::1]/", "http://1.1.1.1/", "http://localhost.example/", "http://127.1/"):
         with pytest.raises(MediaError, match="--allowed-media-domains"):
             asyncio.run(resolve(parse_target(url), settings))
-    machine = ("169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "::ffff:169.254.169.254")
+    machine = (
+        "169.254.169.254",
+        "168.63.129.16",
+        "100.100.100.200",
+        "fd00:ec2::254",
+        "fd20:ce::254",
+        "fd00:c1::a9fe:a9fe",
+        "fd00:ec2::23",
+        "::ffff:169.254.169.254",
+    )
     for host in machine:
         url = f"http://[{host}]/" if ":" in host else f"http://{host}/"
         with pytest.raises(MediaError, match="not a public address"):
