@@ -34,7 +34,8 @@ class CachePlacement:
 
     @property
     def names_bytes(self) -> int:
-        """Part of `cache_bytes` that is for names of what is remembered: of files, and those that clients give."""
+        """Part of `cache_bytes` that is for names of what is remembered: half for those of files and those that clients
+        give, half for which groups of frames a video has."""
         return min(_MAX_NAMES_BYTES, self.cache_bytes // 16)
 
     @property

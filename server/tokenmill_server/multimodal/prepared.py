@@ -42,8 +42,8 @@ class PreparedMedia:
         """`on_lookup` is called for each item that was asked for, with whether it was known. `store`: where tensors are
         shared, if the placement says that they are."""
         self._cache = _make_cache(placement, store)
-        self._names = MediaNames(placement.names_bytes)
-        self._wholes = Wholes(placement.names_bytes)
+        self._names = MediaNames(placement.names_bytes // 2)
+        self._wholes = Wholes(placement.names_bytes // 2)
         self._flights = Flights()
         self._on_lookup = on_lookup or _ignore
 
