@@ -88,6 +88,11 @@ def alike(item: PreparedItem, wanted: PreparedItem) -> bool:
     return item.without_tensors() == wanted.without_tensors() and item.tensors in ({}, wanted.tensors)
 
 
+def num_waiting(server: Server) -> int:
+    """Requests that wait for what is being prepared."""
+    return sum(len(flight._waiters) for flight in server.prepared._flights._flights.values())
+
+
 async def turns() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
@@ -156,10 +161,10 @@ async def test_who_comes_while_it_is_prepared_waits_for_it(server: Server, monke
         return WatchedProcessor.prepare(server.processor, picture, detail, key, *said)
 
     monkeypatch.setattr(server.processor, "prepare", slow)
-    tasks = [asyncio.ensure_future(server.load(source(url))) for _ in range(6)]
-    while not begun.is_set():
-        await asyncio.sleep(0.001)
-    tasks.append(asyncio.ensure_future(server.load(source(url))))
+    tasks = [asyncio.ensure_future(server.load(source(url))) for _ in range(7)]
+    async with asyncio.timeout(60):  # each finds out in a thread of what name it is
+        while not begun.is_set() or num_waiting(server) < 7:
+            await asyncio.sleep(0.001)
     tasks[0].cancel()
     await turns()
     go_on.set()
