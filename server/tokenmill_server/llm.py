@@ -58,8 +58,8 @@ class LLM:
         store = open_store(segments[0], 0, media) if segments else None
         self._media = make_media_chats(self.input_processor, configuration.engine, media, store=store)
         self.host = EngineHost(configuration.engine, self.tokenizer, segments)
-        kept_open.callback(self.host.close)
         """With `input_processor`, for tools that watch single steps."""
+        kept_open.callback(self.host.close)
         self._num_requests = 0
         self._finalizer = weakref.finalize(self, kept_open.close)
         ready = self.host.start()

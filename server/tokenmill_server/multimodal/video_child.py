@@ -136,7 +136,7 @@ class Video:
                 self._check_duration(float((packet.pts - start) * packet.time_base))
         self._times = self._packets.finish()
         rate = stream.average_rate or stream.guessed_rate
-        if not self._times or not rate:
+        if not self._times or not rate or rate < 0:
             raise VideoError("no_frames")
         if not self._packets.has_times:
             self._check_duration(len(self._times) / float(rate))

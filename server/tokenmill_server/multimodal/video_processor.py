@@ -2,7 +2,7 @@
 numpy and Pillow alone.
 
 Those need torchvision, which would bring torch into the API server. Sizes, values and the order of patches are theirs
-exactly; a resized pixel may differ from torchvision's by one, as Pillow rounds elsewhere.
+exactly; a resized pixel may differ from torchvision's by one or two, as Pillow rounds elsewhere.
 """
 
 import math
