@@ -4,14 +4,14 @@ Which pixels: the EXIF orientation is applied, an animation gives its first pict
 Pillow's, which leaves transparency out and cuts grey values of 16 bits off at 255.
 """
 
-import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.file_structure import CountedFile, check_structure
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of what is decoded. All are pictures of pixels: no programs, such as SVG and EPS, and none for which
@@ -20,6 +20,8 @@ _NAMES = "PNG, JPEG, WebP, GIF, BMP and TIFF"
 
 # The limit is ours, below: Pillow's warning would only say the same of what is allowed.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# What files have wrong beside their pixels, each time in other words, which Python would all print and keep.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,15 @@ def decode(data: bytes, max_pixels: int, reserve: Callable[[int, int], None] | N
     if not data:
         raise MediaError("the image is empty: it has no bytes")
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            check_size(image, max_pixels)
+        check_structure(data)
+        file = CountedFile(data)
+        with Image.open(file, formats=FORMATS) as image:
+            file.opened(image.format)
+            check_size(image.size, max_pixels)
+            width, height = _decoded_size(image)
+            check_size((width, height), max_pixels)
             if reserve is not None:
-                reserve(image.height, image.width)
+                reserve(height, width)
             return to_picture(image)
     except (MediaError, MemoryError):  # the second says nothing of the image
         raise
@@ -63,15 +70,25 @@ def decode(data: bytes, max_pixels: int, reserve: Callable[[int, int], None] | N
         raise MediaError("the image file is damaged or incomplete") from error
 
 
-def check_size(image: Image.Image, max_pixels: int) -> None:
-    """Raises MediaError for an image with too many pixels, or none."""
-    width, height = image.size
+def check_size(size: tuple[int, int], max_pixels: int) -> None:
+    """Raises MediaError for an image with too many pixels, or none. `size`: width and height."""
+    width, height = size
     if width * height > max_pixels:
         raise MediaError(
             f"the image has {width} x {height} pixels, more than the {max_pixels} that --max-image-pixels allows"
         )
     if width * height == 0:
         raise MediaError("the image is empty: it has no pixels")
+
+
+def _decoded_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height of what is decoded: a tile of a TIFF may be larger than the image, and is decoded as a whole."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return image.size
+    tags = image.tag_v2
+    tile = (tags.get(TiffImagePlugin.TILEWIDTH, 0), tags.get(TiffImagePlugin.TILELENGTH, 0))
+    width, height = (max(each, of_tile) for each, of_tile in zip(image.size, tile, strict=True))
+    return width, height
 
 
 def to_picture(image: Image.Image) -> Picture:

@@ -262,7 +262,7 @@ class _Wanted:
 
 
 def _given(image: Image.Image, max_pixels: int, reserve: Callable[[int, int], None]) -> Picture:
-    check_size(image, max_pixels)
+    check_size(image.size, max_pixels)
     reserve(image.height, image.width)
     try:
         return to_picture(image)
