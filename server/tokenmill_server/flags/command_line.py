@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from tokenmill_engine.errors import ConfigError
+from tokenmill_server.flags.dotted import join_dotted
 from tokenmill_server.flags.flag import Arity, Flag
 from tokenmill_server.flags.origin import POSITIONAL_MODEL, on_command_line
 from tokenmill_server.flags.suggestion import suggestion
@@ -20,6 +21,11 @@ from tokenmill_server.flags.values import (
 )
 
 _UNSUPPORTED_PREFIX = "unsupported:"
+_JSON_FLAGS = frozenset(
+    [flag.name for flag in FLAGS.values() if flag.metavar == "JSON"]
+    + [row.name for row in UNSUPPORTED.values() if not row.is_switch]
+)
+"""Flags whose members may be flags of their own. Of unsupported ones any may be, and is refused by its name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,7 +43,8 @@ def read_flags(arguments: Sequence[str], environment: Mapping[str, str] | None =
         ConfigError: an unknown flag, a wrong value, or two values that contradict each other.
     """
     parser = _build_parser()
-    namespace, rest = parser.parse_known_args([_with_dashes(argument) for argument in arguments])
+    joined = join_dotted(arguments, _JSON_FLAGS)
+    namespace, rest = parser.parse_known_args([_with_dashes(argument) for argument in joined])
     given: dict[str, list[str]] = {key: raw for key, raw in vars(namespace).items() if raw}
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:

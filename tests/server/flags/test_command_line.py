@@ -2,6 +2,8 @@ import pytest
 
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.command_line import read_flags
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
+from tokenmill_server.multimodal.settings import PromptLimits
 
 
 def given(*arguments: str, **environment: str) -> dict[str, object]:
@@ -42,6 +44,19 @@ def test_nothing_given() -> None:
         (["--dtype", "half"], {"dtype": "float16"}),
         (["--api-key", "a", "--api-key", "b", "m"], {"api_key": ("a", "b"), "model": "m"}),
         (["--metrics-namespace", "vllm,tokenmill"], {"metrics_namespace": ("vllm", "tokenmill")}),
+        (["--limit-mm-per-prompt.image", "2", "m"], {"model": "m", "limit_mm_per_prompt": PromptLimits(images=2)}),
+        (
+            ["--limit_mm_per_prompt.image=2", "m", "--limit-mm-per-prompt.video.count", "0"],
+            {"model": "m", "limit_mm_per_prompt": PromptLimits(images=2, videos=0)},
+        ),
+        (
+            ["--limit-mm-per-prompt", '{"image": 2}', "--limit-mm-per-prompt.image", "2"],
+            {"limit_mm_per_prompt": PromptLimits(images=2)},
+        ),
+        (
+            ["--mm-processor-kwargs.max_pixels", "20000"],
+            {"mm_processor_kwargs": ProcessorKwargs(max_pixels=20000)},
+        ),
     ],
 )
 def test_flags(arguments: list[str], expected: dict[str, object]) -> None:
@@ -71,6 +86,22 @@ def test_served_names_twice_and_several_at_once() -> None:
         ),
         (["--scheduling-policy", "lifo"], "must be one of fcfs, priority; got 'lifo'"),
         (["--max", "3"], "unknown flag --max"),
+        (["--limit-mm-per-prompt.image"], "--limit-mm-per-prompt.image must be --limit-mm-per-prompt.MEMBER VALUE"),
+        (["--limit-mm-per-prompt.", "2"], "must be --limit-mm-per-prompt.MEMBER VALUE"),
+        (["--limit-mm-per-prompt.image", "x"], "--limit-mm-per-prompt must be how many images and videos"),
+        (
+            ["--limit-mm-per-prompt.image=1", "--limit_mm_per_prompt.image=2"],
+            "--limit_mm_per_prompt.image is given with different values; keep one",
+        ),
+        (
+            ["--media-io-kwargs.video", "1", "--media-io-kwargs.video.fps", "2"],
+            "--media-io-kwargs.video.fps contradicts another value of 'video'; leave one out",
+        ),
+        (
+            ["--limit-mm-per-prompt", '{"image": 2}', "--limit-mm-per-prompt.image", "1"],
+            "--limit-mm-per-prompt is given with different values",
+        ),
+        (["--max-model-len.x", "3"], "unknown flag --max-model-len.x"),
     ],
 )
 def test_mistakes_name_the_fix(arguments: list[str], message: str) -> None:
@@ -106,6 +137,7 @@ def test_vllm_flags_that_ask_for_what_happens_anyway_pass(arguments: list[str]) 
             "--nnodes 2 is not supported yet (only 1 is); for ranks on several machines start launchers",
         ),
         (["-sc", "{}"], "--speculative-config {} is not supported yet"),
+        (["--speculative-config.method", "ngram"], '--speculative-config {"method": "ngram"} is not supported yet'),
         (["-O3"], "--optimization-level 3 is not supported yet"),
     ],
 )
