@@ -6,6 +6,7 @@ once for each scan, of which some dozen bytes are enough: files within all other
 
 import io
 import re
+import struct
 from collections.abc import Iterator
 
 from tokenmill_server.multimodal.errors import MediaError
@@ -20,13 +21,22 @@ _MAX_READS_OF_PNG = 1 << 20
 
 _JPEG_START = b"\xff\xd8\xff"
 _SOI, _EOI, _SOS = 0xD8, 0xD9, 0xDA
-_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _WITHOUT_LENGTH = frozenset({0x01, 0xC8, _SOI, _EOI, *range(0xF0, 0xFE)})
 """Markers that nothing belongs to, or whose segments Pillow does not pass over as a whole."""
+_PIECE_BYTES = 64 * 1024
+"""That are searched at a time: other threads get no turn meanwhile."""
+_TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_TILE_TAGS = (322, 323)
+_KNOWN_TYPES = (3, 4)
+"""16 and 32 bits. Pillow passes over those of some others, which libtiff reads."""
 
 
 def check_structure(data: bytes) -> None:
-    """Raises MediaError for a JPEG of too many segments or scans. What else may be wrong is for its decoder to find."""
+    """Raises MediaError for a JPEG of too many segments or scans, and a TIFF whose tiles may be larger than they seem.
+    What else may be wrong is for its decoder to find."""
+    if data.startswith(_TIFF_STARTS):
+        _check_tile_tags(data)
     if not data.startswith(_JPEG_START):
         return
     num_scans = 0
@@ -39,14 +49,43 @@ def check_structure(data: bytes) -> None:
 def _jpeg_segments(data: bytes) -> Iterator[int]:
     """The markers up to the end of the first picture."""
     position, has_pixels = 0, False
-    while (found := _MARKER.search(data, position)) is not None:
-        marker, position = found[1][0], found.end()
+    while (end := _next_marker(data, position)) is not None:
+        marker, position = data[end - 1], end
         if marker == _EOI and has_pixels:
             return
         if marker not in _WITHOUT_LENGTH:
             position += max(2, int.from_bytes(data[position : position + 2]))
         has_pixels |= marker == _SOS
         yield marker
+
+
+def _next_marker(data: bytes, start: int) -> int | None:
+    """Where the next one ends."""
+    while start < len(data):
+        end = start + _PIECE_BYTES
+        found = _MARKER.search(data, start, end)
+        if found is not None:
+            return found.end()
+        start = end - 1  # one may begin with the last byte
+    return None
+
+
+def _check_tile_tags(data: bytes) -> None:
+    """Of the first image in a TIFF."""
+    order, is_big = "<" if data[:2] == b"II" else ">", 43 in data[2:4]
+    place, count, entry = ("8xQ", "Q", "HH16x") if is_big else ("4xI", "H", "HH8x")
+    try:
+        (start,) = struct.unpack_from(order + place, data)
+        (num_tags,) = struct.unpack_from(order + count, data, start)
+    except (OverflowError, struct.error):
+        return  # there is none
+    if num_tags > _MAX_SEGMENTS:
+        raise _too_many("tags")
+    start, size = start + struct.calcsize(order + count), struct.calcsize(order + entry)
+    tags = data[start : start + size * num_tags]
+    for tag, kind in struct.iter_unpack(order + entry, tags[: len(tags) // size * size]):
+        if tag in _TILE_TAGS and kind not in _KNOWN_TYPES:
+            raise MediaError("the image file is damaged: its tiles have no size")
 
 
 class CountedFile(io.BytesIO):

@@ -13,8 +13,10 @@ import pytest
 from PIL import Image
 
 from tests.support.pictures import encoded, noise
+from tokenmill_server.multimodal import file_structure
 from tokenmill_server.multimodal.decode import decode
 from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.file_structure import check_structure
 
 MAX_PIXELS = 10**7
 JPEG = encoded(noise(30, 50), "JPEG")
@@ -113,6 +115,50 @@ def test_a_tile_counts_with_all_its_pixels() -> None:
     assert sizes == [(1024, 1024)]
     with pytest.raises(MediaError, match="1024 x 1024 pixels, more than the 1048575"):
         decode(data, 1024 * 1024 - 1)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("is_big", [False, True])
+@pytest.mark.parametrize("tag", [322, 323])
+@pytest.mark.parametrize("kind", [5, 17, 18])
+def test_tiles_of_a_size_that_libtiff_alone_reads(order: str, is_big: bool, tag: int, kind: int) -> None:
+    """Types of numbers that Pillow passes over."""
+    image = encoded(Image.fromarray(noise(30, 50)), "TIFF", compression="tiff_lzw", big_tiff=is_big)
+    assert decode(image, MAX_PIXELS).width == 50
+    head, count, entry = ("HHHQ", "Q", "HHQQ") if is_big else ("HI", "H", "HHII")
+    versions = (43, 8, 0, 16) if is_big else (42, 8)
+    tags = [(256, 4, 1, 1), (tag, kind, 1, 30_000)]
+    data = (
+        {"<": b"II", ">": b"MM"}[order] + struct.pack(order + head, *versions) + struct.pack(order + count, len(tags))
+    )
+    for each in tags:
+        data += struct.pack(order + entry, *each)
+    with pytest.raises(MediaError, match="tiles have no size"):
+        check_structure(data)
+    for length in range(len(data) - struct.calcsize(order + entry), -1, -1):  # says nothing of tiles
+        check_structure(data[:length])
+
+
+def test_a_tiff_of_very_many_tags() -> None:
+    with pytest.raises(MediaError, match="too many tags"):
+        check_structure(b"II*\0" + struct.pack("<IH", 8, 5000) + bytes(12 * 5000))
+    check_structure(b"II+\0" + struct.pack("<HHQ", 8, 0, 2**64 - 1))
+
+
+def test_no_piece_of_a_file_is_searched_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams would wait. Whatever stands between two pieces is found."""
+    monkeypatch.setattr(file_structure, "_PIECE_BYTES", 64)
+    for data in (
+        JPEG,
+        encoded(noise(80, 70), "JPEG", progressive=True),
+        with_scans(200),
+        with_segments(20, b"\xff\xff\xe5\0\x04ab"),
+    ):
+        pieces = list(file_structure._jpeg_segments(data))
+        with monkeypatch.context() as whole:
+            whole.setattr(file_structure, "_PIECE_BYTES", 1 << 30)
+            assert list(file_structure._jpeg_segments(data)) == pieces
+        assert pieces.count(0xDA) == data.count(b"\xff\xda")
 
 
 def test_odd_tags_are_nothing_to_write_into_the_log(tmp_path: Path) -> None:
