@@ -113,9 +113,14 @@ def parse_target(url: str) -> Target:
     )
 
 
-def _split(url: str) -> SplitResult:
+def _check_length(url: str) -> None:
+    """Before it is split: `urlsplit` remembers what it was given."""
     if len(url) > _MAX_URL_CHARS:
         raise MediaError(f"the media address has {len(url)} characters, more than the limit of {_MAX_URL_CHARS}")
+
+
+def _split(url: str) -> SplitResult:
+    _check_length(url)
     if _FORBIDDEN_CHARS.search(url):
         raise MediaError("media addresses have no white space, backslashes or control characters")
     try:
@@ -167,6 +172,7 @@ def local_file(url: str, settings: MediaSettings) -> Path:
     """
     if settings.local_path is None:
         raise MediaError("file: addresses are not allowed without --allowed-local-media-path")
+    _check_length(url)
     try:
         parts = urlsplit(url)
     except ValueError as error:

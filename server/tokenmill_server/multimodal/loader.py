@@ -36,7 +36,7 @@ from tokenmill_server.processing.shown import shown
 T = TypeVar("T")
 
 _FETCHES_PER_THREAD = 4
-"""How many images from hosts there may be at a time: each is in memory until it is decoded."""
+"""How many images from hosts and files there may be at a time: each is in memory until it is decoded."""
 _TURNS_PER_THREAD = 2
 """How many images of one request may be fetched and decoded at a time."""
 _SWITCH_INTERVAL_S = 0.001
@@ -157,18 +157,16 @@ class MediaLoader:
             if isinstance(content, Image.Image):
                 work: Prepare = partial(prepare, content)
                 item = await self.prepared.prepare(None, waiter, work, self._in_thread)
-            elif scheme_of(content) in ("http", "https"):
+            elif scheme_of(content) == "data":
+                data = await self._in_thread(partial(read_data_url, content, request.budget))
+                item = await self._from_file(data, waiter, options, partial(prepare, data), source.kind)
+                # The request has its own copy of these bytes; what others have may be another one next time.
+                work = partial(self._read_and_prepare, content, prepare)
+            else:
                 async with self._fetches:
-                    data = await fetch(content, self._settings, request.budget, source.kind)
+                    data = await self._get(content, request.budget, source.kind)
                     work = partial(prepare, data)
                     item = await self._from_file(data, waiter, options, work, source.kind)
-            else:
-                data = await self._in_thread(partial(self._read, content, request.budget, source.kind))
-                work = partial(prepare, data)
-                item = await self._from_file(data, waiter, options, work, source.kind)
-                if scheme_of(content) == "data":
-                    # The request has its own copy of these bytes; what others have may be another one next time.
-                    work = partial(self._read_and_prepare, content, source.kind, prepare)
             loaded = self._loaded(item, work, source)
         except MediaError as error:
             raise MediaError(str(error), source.param) from error
@@ -201,27 +199,33 @@ class MediaLoader:
         """`again` makes it once more, if the engine core lacks it."""
         return LoadedItem(item, source.param, partial(self.prepared.prepare_again, item.key, again, self._in_thread))
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    # --- in threads -----------------------------------------------------------------------------------------------
-
-    def _read(self, url: str, budget: Budget, kind: str) -> bytes:
+    async def _get(self, url: str, budget: Budget, kind: str) -> bytes:
+        """The file at an address."""
         match scheme_of(url):
-            case "data":
-                return read_data_url(url, budget)
+            case "http" | "https":
+                return await fetch(url, self._settings, budget, kind)
             case "file":
-                return read_file(url, self._settings, budget)
+                return await self._in_thread(partial(read_file, url, self._settings, budget))
         raise MediaError(
             f"{'an' if kind == 'image' else 'a'} {kind} has an http:, https: or data: address, or with "
             f"--allowed-local-media-path a file: address, got {shown(url)}; base64 text is an address behind "
             f"data:{'image/jpeg' if kind == 'image' else 'video/mp4'};base64,"
         )
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        held = [work]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: held.pop()())
+        finally:
+            # Whoever is gone before a thread was free leaves an empty list in the queue, and no image.
+            held.clear()
+
+    # --- in threads -----------------------------------------------------------------------------------------------
+
     def _read_and_prepare(
-        self, url: str, kind: str, prepare: Callable[..., PreparedItem], admit: Admit, find: Find
+        self, url: str, prepare: Callable[..., PreparedItem], admit: Admit, find: Find
     ) -> PreparedItem:
-        return prepare(self._read(url, Budget(self._settings.max_bytes), kind), admit, find)
+        return prepare(read_data_url(url, Budget(self._settings.max_bytes)), admit, find)
 
     def _prepare_video(self, wishes: MediaWishes, data: bytes, admit: Admit, find: Find) -> PreparedItem:
         assert self._videos is not None

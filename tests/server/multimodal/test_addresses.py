@@ -155,6 +155,8 @@ def test_files(tmp_path: Path) -> None:
             local_file(url, settings)
     with pytest.raises(MediaError, match="malformed"):
         local_file("file://[", settings)
+    with pytest.raises(MediaError, match="characters, more than the limit"):
+        local_file(f"file://{folder}/{'x' * 10_000}", settings)
     with pytest.raises(MediaError, match="without a host"):
         local_file("file://host.example/x.png", settings)
     with pytest.raises(MediaError, match="--allowed-local-media-path"):

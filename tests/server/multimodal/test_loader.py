@@ -1,7 +1,9 @@
 """Images of requests: where the work is done, and what becomes of it when one fails."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -120,6 +122,44 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
     assert asyncio.run(work()) == [2, 4, 4]
     assert num_fetched == 60
     single.close()
+
+
+def test_who_goes_before_its_turn_leaves_nothing(processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though threads are busy for long, and no one looks at what waits for them."""
+    single = loader_of(processor, replace(SETTINGS, loading_threads=1))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def prepare(picture: Picture, *arguments: Any) -> PreparedItem:
+        begun.set()
+        go_on.wait()
+        return ImageProcessor.prepare(processor, picture, *arguments)
+
+    async def work() -> None:
+        room = TokenRoom(10_000, 10_000)
+        first = asyncio.ensure_future(single.load([source(picture_url(20, 30))], room))
+        async with asyncio.timeout(PATIENCE_S):
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+        image = Image.fromarray(noise(20, 30))
+        gone, second = weakref.ref(image), asyncio.ensure_future(single.load([source(image)], room))
+        del image
+        async with asyncio.timeout(PATIENCE_S):
+            while single._threads._work_queue.qsize() == 0:
+                await asyncio.sleep(0.001)
+        second.cancel()
+        await asyncio.wait([second])
+        del second
+        gc.collect()
+        assert gone() is None
+        go_on.set()
+        assert len(await first) == 1
+
+    monkeypatch.setattr(processor, "prepare", prepare)
+    try:
+        asyncio.run(work())
+    finally:
+        go_on.set()
+        single.close()
 
 
 def test_all_images_of_a_request_share_its_bytes(processor: WatchedProcessor) -> None:
