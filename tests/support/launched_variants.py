@@ -30,7 +30,7 @@ from tokenmill_engine.distributed.nccl_group import Collectives, NcclGroup
 from tokenmill_engine.distributed.peer_reduce import PeerReduce
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.models.loader import build_model
-from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.outputs import StepMedia, StepPlan
 from tokenmill_engine.sampling import sampler
 from tokenmill_engine.sampling.device import DeviceSampler
 from tokenmill_engine.worker import results
@@ -61,6 +61,8 @@ MROPE: tuple[MediaFamily, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 MEDIA_FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_onevision", *MROPE)
 IMAGE_SIZES = (1, 2, 3, 5, 9, 15, 17, 33, 40, 64, 65, 130)
 """Tokens."""
+IMAGE_COUNTS = (2, 3, 4, 5, 7)
+"""Images of a step that are encoded together."""
 
 
 def pretend_to_have_a_gpu() -> None:
@@ -146,11 +148,15 @@ def plans(max_num_seqs: int, max_tokens: int) -> Iterator[StepPlan]:
 
 
 def image_plans(media: MediaConfig, max_tokens: int) -> Iterator[StepPlan]:
-    """Steps with an image and some tokens of it, or more than those."""
+    """Steps with an image and some tokens of it, or more than those; and steps that encode several images."""
     for size in IMAGE_SIZES:
         for num_tokens in (2, size // 2, size + 3):
             if 2 <= num_tokens <= max_tokens:
                 yield image_plan(black_image(media, size), num_tokens, 1, BLOCK_SIZE)
+        for count in IMAGE_COUNTS:
+            plan = image_plan(black_image(media, size), 2, 1, BLOCK_SIZE)
+            images = [black_image(media, size, entry) for entry in range(count)]
+            yield replace(plan, media=StepMedia([], images, []))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from tokenmill_engine.worker.encoder import MediaInputs
 from tokenmill_engine.worker.encoder_shares import EncoderShare
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.media_links import MediaLinks
+from tokenmill_engine.worker.media_rehearsal import MediaRehearsal
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.runner import Runner
@@ -77,19 +78,25 @@ class CpuBackend:
         return memory.cpu_kv_bytes(self._config, block_bytes)
 
     def start(self, kv_caches: KVCaches) -> Runner:
-        block_size = self._config.cache.block_size
-        runner = self._make_runner(kv_caches, block_size)
-        longest = min(_WARM_UP_PROMPT, self._config.model.max_model_len, self._config.scheduler.max_num_batched_tokens)
-        for tokens_each in (longest, 1):
-            runner.execute(rehearsal_plan(1, tokens_each, self._num_groups, block_size, GREEDY)).wait()
+        config, block_size = self._config, self._config.cache.block_size
+        media = self._media_inputs()
+        runner = self._make_runner(kv_caches, block_size, media)
+        longest = min(_WARM_UP_PROMPT, config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+        plans = [rehearsal_plan(1, count, self._num_groups, block_size, GREEDY) for count in (longest, 1)]
+        if config.model.media is not None:
+            plans.append(MediaRehearsal(config, config.model.media, self._num_groups, self.group.rank).step())
+        for plan in plans:
+            runner.execute(plan).wait()
+        if media is not None:
+            media.forget()
         return runner
 
-    def _make_runner(self, kv_caches: KVCaches, block_size: int) -> Runner:
+    def _make_runner(self, kv_caches: KVCaches, block_size: int, media: MediaInputs | None) -> Runner:
         model, tables, chain = self._model, self._tables, self.chain
         if not model.stage.is_last:
-            return RelayRunner(model, kv_caches, tables, block_size, chain, self._media_inputs())
+            return RelayRunner(model, kv_caches, tables, block_size, chain, media)
         steps = CpuSteps(model, kv_caches, tables, block_size, inlet_of(model, chain))
-        steps.media = self._media_inputs()
+        steps.media = media
         return ModelRunner(model, tables, steps)
 
     def _media_inputs(self) -> MediaInputs | None:

@@ -15,7 +15,7 @@ from tokenmill_engine.attention.batch import ForwardBatch, MediaRows
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.media_decoder import MediaDecoder
-from tokenmill_engine.outputs import EncoderInput, StepMedia, StepPlan
+from tokenmill_engine.outputs import EncoderInput, StepPlan
 from tokenmill_engine.sampling.transfer import to_device
 from tokenmill_engine.worker.encoder import EncoderOutputs
 from tokenmill_engine.worker.encoder_shares import EncoderShare
@@ -63,12 +63,12 @@ class CudaMedia:
         has_positions = tables.position_deltas is not None
         self._positions = SlotPositions(num_slots, merge_size, rate) if has_positions else None
 
-    def encode(self, images: Sequence[EncoderInput]) -> None:
-        """Enqueue: encode images that nobody asked for, one by one, and forget them and all others."""
+    def rehearse(self, batches: Sequence[Sequence[EncoderInput]]) -> None:
+        """Enqueue: encode images that nobody asked for, those of a batch together, and forget them and all others."""
         if self.outputs is None:
             return
-        for image in images:
-            self.outputs.apply(StepMedia([], [image], []))
+        for batch in batches:
+            self.outputs.rehearse(batch)
         self.outputs.clear()
 
     def forget(self) -> None:

@@ -60,9 +60,9 @@ class CudaRehearsal:
 
     @torch.inference_mode()
     def _encode_all(self) -> None:
-        """Images of all sizes that need kernels of their own."""
+        """Images of all sizes and numbers that need kernels of their own."""
         if self._media is not None and self._few.media is not None:
-            self._few.media.encode(self._media.images(TOKEN_BLOCKS))
+            self._few.media.rehearse(self._media.batches(TOKEN_BLOCKS))
 
     def _padded(self) -> list[Call]:
         return [call for _, call in self._few.graph_calls()]

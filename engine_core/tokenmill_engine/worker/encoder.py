@@ -78,6 +78,10 @@ class EncoderOutputs:
         duration.end()
         return duration
 
+    def rehearse(self, images: Sequence[EncoderInput]) -> None:
+        """Enqueue: encode them in one batch, whichever worker would keep their rows, and keep none."""
+        self._encode(images)
+
     def _encode(self, images: Sequence[EncoderInput]) -> dict[int, torch.Tensor]:
         """Rows [num_tokens, row_size] by entry, of those images for which that works. Of workers that encode together,
         one that fails in the middle leaves the others waiting: then the step has failed, whatever the error."""
@@ -181,6 +185,11 @@ class MediaInputs:
         has_mrope = config.mrope_section is not None
         merge_size, rate = config.vision.spatial_merge_size, config.tokens_per_second
         self._positions = SlotPositions(num_slots, merge_size, rate) if has_mrope else None
+
+    def forget(self) -> None:
+        """Free all outputs."""
+        if self.outputs is not None:
+            self.outputs.clear()
 
     def complete(self, plan: StepPlan, inputs: StepInputs) -> None:
         """Encodes what the plan brings; adds rows, positions and what is missing to the step's `inputs`."""

@@ -1,4 +1,4 @@
-"""Made-up images for the start of a GPU: those whose encoding takes every kernel, and the one that takes the most
+"""Made-up images for the start: those whose encoding takes every kernel of a GPU, and the one that takes the most
 memory."""
 
 import math
@@ -61,13 +61,18 @@ class MediaRehearsal:
     def _largest_tokens(self) -> int:
         return min(self.config.scheduler.max_item_tokens, self.config.model.max_model_len)
 
-    def images(self, row_counts: Sequence[int]) -> list[EncoderInput]:
-        """Images such that the encoder multiplies matrices with each of `row_counts` rows, patches or merged ones."""
-        patches = self.media.vision.spatial_merge_size**2
-        sizes = {size for count in row_counts for size in (count, count // patches) if 0 < size <= self._largest_tokens}
-        if self.media.vision.tokens_per_image is not None:
-            sizes = {1}
-        return [black_image(self.media, size, self.rank) for size in sorted(sizes)]
+    def batches(self, row_counts: Sequence[int]) -> list[list[EncoderInput]]:
+        """Images to encode together, such that the encoder multiplies matrices with about each of `row_counts` rows,
+        patches or merged ones: one image of a fitting size, or several where all are of one size."""
+        vision = self.media.vision
+        if vision.tokens_per_image is None:
+            patches = vision.spatial_merge_size**2
+            sizes = {size for count in row_counts for size in (count, count // patches)}
+            return [[black_image(self.media, size)] for size in sorted(sizes) if 0 < size <= self._largest_tokens]
+        # Some matrices see a state more or less of each image than there are rows in the end.
+        num_rows = range(max(1, vision.tokens_per_image - 1), vision.tokens_per_image + 2)
+        counts = {max(1, count // rows) for count in row_counts for rows in num_rows}
+        return [[black_image(self.media, 1, entry) for entry in range(count)] for count in sorted(counts)]
 
     def step(self) -> StepPlan:
         """A step with an image, as small as one can be."""
@@ -77,9 +82,13 @@ class MediaRehearsal:
         """The step with an image that needs the most memory."""
         image = black_image(self.media, self._largest_tokens, self.rank)
         plan = self._plan(image, self.config.scheduler.max_num_batched_tokens)
-        # Of one size several are encoded at once, as they may be in any step.
-        num_at_once = max(1, min(BATCH_TOKENS, self._largest_tokens) // image.num_tokens)
-        images = [replace(image, entry=self.rank + number) for number in range(num_at_once)]
+        # Of one size several are encoded at once, as they may be in any step, for one request or several.
+        scheduler, model = self.config.scheduler, self.config.model
+        num_shares = self.config.parallel.tensor_parallel_size if model.encoder_mode == "data" else 1
+        num_at_once = max(1, BATCH_TOKENS // image.num_tokens) * num_shares
+        num_in_step = min(scheduler.max_num_encoder_tokens, scheduler.encoder_cache_tokens) // image.num_tokens
+        num_images = max(1, min(num_at_once, num_in_step))
+        images = [replace(image, entry=self.rank + number) for number in range(num_images)]
         return replace(plan, media=StepMedia([], images, plan.media.rows if plan.media is not None else []))
 
     def _plan(self, image: EncoderInput, num_tokens: int) -> StepPlan:

@@ -43,15 +43,15 @@ def load_part(config: ModelConfig, group: ThreadGroup) -> MediaDecoder:
 
 
 def check_rows(config: ModelConfig, size: int) -> None:
-    """Rows are the same to the last bit on every worker, and nearly those of one with the whole encoder."""
+    """Every worker has nearly the rows of one with the whole encoder. One of them keeps the rows of an image, so they
+    need not be the same to the last bit, nor are they: how threads share out a product depends on who else computes."""
     assert config.media is not None
     media = config.media
     images = [random_image(media, grid, seed) for seed, grid in enumerate(GRIDS)]
     whole = load_part(config, thread_groups(1)[0]).encode(images)
     outputs = on_every_rank(thread_groups(size), lambda group: load_part(config, group).encode(images))
     for output in outputs:
-        for rows, first, expected in zip(output, outputs[0], whole, strict=True):
-            assert torch.equal(rows, first)
+        for rows, expected in zip(output, whole, strict=True):
             torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -71,6 +71,7 @@ def test_rehearsed_requests_keep_to_one_block() -> None:
         (100, 2048, "graphs", "qwen2_5_vl"),
         (100, 512, "eager", "qwen3_vl"),
         (2, 512, "graphs", "llava_onevision"),
+        (100, 512, "eager", "llava"),
     ],
 )
 def test_no_step_launches_a_kernel_that_was_not_rehearsed(
