@@ -11,7 +11,9 @@ _NAMES = ("image", "video", "audio")
 
 def prompt_limits(value: object) -> PromptLimits:
     """From a mapping, JSON, or `image=4`. Instead of a number there may be an object with its `count`; the sizes that
-    stand beside it are hints that nothing here needs."""
+    stand beside it are hints that nothing here needs. What was read before stays as it is."""
+    if isinstance(value, PromptLimits):
+        return value
     if isinstance(value, str):
         value = _read(value)
     if isinstance(value, int) and not isinstance(value, bool):

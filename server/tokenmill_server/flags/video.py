@@ -8,17 +8,22 @@ from typing import Any, TypeVar
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
 from tokenmill_server.flags.parsers import boolean, integer, number
 from tokenmill_server.multimodal.media_kwargs import media_io_kwargs, processor_kwargs
+from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.video_reading import VideoReading
 
 T = TypeVar("T")
 
 _DEFAULTS = MediaSettings()
 
 
-def _json(parse: Callable[[object], T], example: str) -> Callable[[Any], T]:
-    """A parser of JSON, or of the mapping itself in Python and in config files."""
+def _json(kind: type[T], parse: Callable[[object], T], example: str) -> Callable[[Any], T]:
+    """A parser of JSON, or of the mapping itself in Python and in config files. What was read before, which is of
+    `kind`, stays as it is."""
 
     def parsed(value: Any) -> T:
+        if isinstance(value, kind):
+            return value
         if isinstance(value, str):
             try:
                 value = {} if value.lower() == "none" else json.loads(value)
@@ -36,7 +41,7 @@ VIDEO = (
     Flag(
         "media-io-kwargs",
         Group.MULTIMODAL,
-        _json(media_io_kwargs, '{"video": {"num_frames": 16}}'),
+        _json(VideoReading, media_io_kwargs, '{"video": {"num_frames": 16}}'),
         None,
         'How videos are read, as JSON: {"video": {"num_frames": N, "fps": F}}, the fewer frames of the two, evenly '
         "spread; -1 for all. Default: 32 frames",
@@ -46,7 +51,7 @@ VIDEO = (
     Flag(
         "mm-processor-kwargs",
         Group.MULTIMODAL,
-        _json(processor_kwargs, '{"max_pixels": 602112}'),
+        _json(ProcessorKwargs, processor_kwargs, '{"max_pixels": 602112}'),
         None,
         "What the model's own processors are told, as JSON: min_pixels, max_pixels, size, and for videos fps, "
         "num_frames, min_frames, max_frames, do_sample_frames, cap_pixels_per_frame. Default: what its files say",

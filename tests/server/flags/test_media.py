@@ -14,6 +14,7 @@ from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.media import domain_list
 from tokenmill_server.flags.media_limits import prompt_limits
+from tokenmill_server.flags.values import FlagValues, offer_keywords
 from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 from tokenmill_server.multimodal.settings import GIB, MIB, PromptLimits
 from tokenmill_server.multimodal.video_reading import VideoReading
@@ -216,3 +217,21 @@ def test_who_keeps_prepared_media(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_is_no_size_of_a_cache(value: str) -> None:
     with pytest.raises(ConfigError, match="--mm-processor-cache-gb"):
         configure("--mm-processor-cache-gb", value)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("limit_mm_per_prompt", '{"image": 1}'),
+        ("mm_processor_kwargs", '{"max_pixels": 20000}'),
+        ("media_io_kwargs", '{"video": {"num_frames": 4}}'),
+        ("allowed_media_domains", "a.example,b.example"),
+        ("max_media_bytes", "8M"),
+    ],
+)
+def test_values_read_from_a_command_line_may_be_given_to_python(key: str, text: str) -> None:
+    value = read_flags([f"--{key.replace('_', '-')}", text], {})[key]
+    values = FlagValues()
+    offer_keywords(values, {key: value}, "LLM")
+    assert values[key] == value
+    assert values.is_given(key)
