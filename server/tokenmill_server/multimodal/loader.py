@@ -17,7 +17,7 @@ from PIL import Image
 
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal.decode import Picture, check_size, decode, to_picture
-from tokenmill_server.multimodal.decoding_memory import DecodingMemory
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory, return_large_blocks
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
 from tokenmill_server.multimodal.flights import Admit
@@ -111,6 +111,7 @@ class MediaLoader:
         self._flags = MediaWishes(settings.video_reading, settings.processor_kwargs)
         self._settings = settings
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        return_large_blocks()
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
         self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
         self._memory = DecodingMemory(settings.decoding_bytes)

@@ -1,6 +1,9 @@
 """Memory that threads take for their images, and give back."""
 
 import contextlib
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -98,3 +101,41 @@ def test_it_is_given_back_whatever_happens(memory: DecodingMemory) -> None:
         with pytest.raises(RuntimeError, match="at once"):
             lease.take(1)
     assert memory.take(100) == 100
+
+
+_DECODING = """
+import io, json, os, sys
+from concurrent.futures import ThreadPoolExecutor
+from PIL import Image
+from tokenmill_server.multimodal.decode import decode
+from tokenmill_server.multimodal.decoding_memory import return_large_blocks
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+if json.loads(sys.argv[1]):
+    return_large_blocks()
+stream = io.BytesIO()
+Image.new("RGB", (4000, 4000)).save(stream, "PNG", compress_level=1)
+data, kept = stream.getvalue(), []
+def work(_):
+    with decode(data, 10**8).image:
+        kept.append(bytes(3000))  # what is small and stays, behind the pixels in memory
+before = resident()
+with ThreadPoolExecutor(4) as threads:
+    for _ in range(4):
+        list(threads.map(work, range(4)))
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sets glibc")
+def test_memory_of_images_is_given_back() -> None:
+    """One image has 64 MB of pixels."""
+
+    def kept(is_set: bool) -> int:
+        command = [sys.executable, "-c", _DECODING, json.dumps(is_set)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert kept(True) < 48 << 20 < kept(False)
