@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from tokenmill_server.multimodal.items import PreparedItem
 
 Admit = Callable[[int], None]
-"""Called by who prepares an item, from any thread, with the number of its tokens once that is known. Raises if nobody
-has room for so many."""
+"""Called by who prepares an item, from any thread, with the number of its tokens once that is known, and again if it
+takes long. Raises if nobody has room for so many, or everybody is gone."""
 Work = Callable[[Admit], Coroutine[Any, Any, PreparedItem]]
 
 
@@ -24,7 +24,7 @@ class Waiter(Protocol):
 
 
 class NobodyHasRoomError(Exception):
-    """All requests that wanted an item at that time had no room for it."""
+    """All requests that wanted an item at that time had no room for it, or were gone."""
 
 
 class Flights:

@@ -4,13 +4,14 @@ Joins the cache with the names that lead to its entries, and with what is being 
 how media are fetched, decoded or prepared, nor of which kinds there are.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_server.multimodal.cache import ItemCache, KeyCache, ProcessorCache
-from tokenmill_server.multimodal.flights import Admit, Flights, Waiter
+from tokenmill_server.multimodal.flights import Admit, Flights, NobodyHasRoomError, Waiter
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.names import AmbiguousNameError, MediaNames
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
@@ -85,7 +86,8 @@ class PreparedMedia:
         """
         cache = self._cache
         if cache is None:
-            return await in_thread(lambda: prepare(_admit_for(waiter), _find_nothing))
+            with _alone(waiter) as admit:
+                return await in_thread(lambda: prepare(admit, _find_nothing))
         was_known = False
 
         async def work(admit: Admit) -> PreparedItem:
@@ -112,7 +114,8 @@ class PreparedMedia:
             return item
 
         if name is None:
-            item, has_joined = await work(_admit_for(waiter)), False
+            with _alone(waiter) as admit:
+                item, has_joined = await work(admit), False
         else:
             item, has_joined = await self._flights.join(name, waiter, work)
         self._on_lookup(has_joined or was_known)
@@ -183,14 +186,21 @@ def _make_cache(placement: CachePlacement, store: ObjectStore | None) -> Process
     raise ConfigError(f"there is no cache of prepared media {placement.placement}")
 
 
-def _admit_for(waiter: Waiter) -> Admit:
-    """For work that nobody else waits for."""
+@contextmanager
+def _alone(waiter: Waiter) -> Iterator[Admit]:
+    """For work that nobody else waits for, and this one until the context ends."""
+    is_gone = False
 
     def admit(num_tokens: int) -> None:
+        if is_gone:
+            raise NobodyHasRoomError
         waiter.take(num_tokens)
         waiter.check()
 
-    return admit
+    try:
+        yield admit
+    finally:
+        is_gone = True
 
 
 class _Admitted:

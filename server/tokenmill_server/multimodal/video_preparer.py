@@ -58,7 +58,7 @@ class VideoPreparer:
             plans.append(plan)
             return plan.frames
 
-        frames = decode_video(data, self._settings, choose)
+        frames = decode_video(data, self._settings, choose, lambda: admit(plans[0].num_tokens))
         (plan,) = plans
         text = sampling.options.text()
         key = video_key(plan, frames, text)

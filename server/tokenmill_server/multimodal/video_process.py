@@ -7,6 +7,7 @@ Blocks until the frames are there: call it in a thread.
 import json
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ _FRAMES_IN_DECODER = 24
 """That a decoder may hold at a time, at most: 16 to refer to, and some on their way."""
 _BYTES_PER_PIXEL = 6
 """Of a frame in a decoder: up to 16 bits for each of three channels."""
+_LOOK_UP_MS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,14 @@ class Frames:
     """Of the frames as they were decoded, with their sizes."""
 
 
-def decode_video(data: bytes, settings: MediaSettings, choose: Callable[[VideoFacts], FramePlan]) -> Frames:
-    """Decodes what `choose` wants of the video in `data`. What it raises ends the decoding.
+def decode_video(
+    data: bytes,
+    settings: MediaSettings,
+    choose: Callable[[VideoFacts], FramePlan],
+    go_on: Callable[[], None] | None = None,
+) -> Frames:
+    """Decodes what `choose` wants of the video `data`. What it raises ends the decoding; so does what `go_on` raises,
+    called several times a second from then on.
 
     Raises MediaError for what is no video of a known kind, is damaged, or goes beyond a limit.
     """
@@ -85,9 +93,9 @@ def decode_video(data: bytes, settings: MediaSettings, choose: Callable[[VideoFa
         plan = choose(facts)
         child.write_line({"indices": plan.indices, **_size_of(plan)})
         pixels = np.empty((len(plan.indices), plan.height, plan.width, 3), np.uint8)
-        child.read_into(pixels.reshape(-1).data)
+        child.read_into(pixels.reshape(-1).data, go_on or _always)
         digest = bytearray(_DIGEST_BYTES)
-        child.read_into(memoryview(digest))
+        child.read_into(memoryview(digest), go_on or _always)
     return Frames(pixels, bytes(digest))
 
 
@@ -121,10 +129,15 @@ class _Child:
         except BrokenPipeError:
             raise self._failure() from None
 
-    def read_into(self, view: memoryview) -> None:
+    def read_into(self, view: memoryview, go_on: Callable[[], None]) -> None:
         pipe = _pipe(self._process.stdout)
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
         num_read = 0
         while num_read < len(view):
+            go_on()
+            if not poll.poll(_LOOK_UP_MS):
+                continue
             count = pipe.readinto(view[num_read:])  # type: ignore[attr-defined]
             if not count:
                 raise self._failure()
@@ -183,6 +196,10 @@ def _child(data: bytes, container: str, settings: MediaSettings) -> Iterator[_Ch
         finally:
             timer.cancel()
             process.kill()
+
+
+def _always() -> None:
+    """Whoever wants the frames waits for them."""
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -1,15 +1,19 @@
 """Work that several want is done once, as long as one of them waits."""
 
 import asyncio
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from tests.support.prepared_items import made_up
 from tokenmill_engine.errors import ContextLengthError
 from tokenmill_server.multimodal.errors import MediaError
-from tokenmill_server.multimodal.flights import Admit, Flights, Waiter
+from tokenmill_server.multimodal.flights import Admit, Flights, NobodyHasRoomError, Waiter
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import RoomFor, TokenRoom
+from tokenmill_server.multimodal.placement import CachePlacement, Placement
+from tokenmill_server.multimodal.prepared import Find, PreparedMedia
 
 pytestmark = pytest.mark.asyncio
 
@@ -152,3 +156,37 @@ async def test_who_comes_late_to_what_nobody_had_room_for_begins_anew() -> None:
     await turns()
     assert late is not None
     assert (await late)[0] == made_up(1)
+
+
+@pytest.mark.parametrize("name", [b"a name", None])
+@pytest.mark.parametrize("placement", [Placement.KEYS, Placement.NOWHERE])
+async def test_work_that_takes_long_learns_that_nobody_waits(placement: Placement, name: bytes | None) -> None:
+    media = PreparedMedia(CachePlacement(placement, 1 << 20, 1))
+    begun, gone, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def prepare(admit: Admit, _find: Find) -> PreparedItem:
+        admit(7)
+        admit(7)  # takes no more room
+        begun.set()
+        gone.wait()
+        try:
+            admit(7)
+        except NobodyHasRoomError:
+            ended.set()
+        return made_up(1)
+
+    async def in_thread(work: Callable[[], PreparedItem]) -> PreparedItem:
+        return await asyncio.to_thread(work)
+
+    task = asyncio.ensure_future(media.prepare(name, waiter(10), prepare, in_thread))
+    try:
+        async with asyncio.timeout(60):
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.wait([task])
+            gone.set()
+            while not ended.is_set():
+                await asyncio.sleep(0.001)
+    finally:
+        gone.set()

@@ -186,6 +186,26 @@ def test_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert children() == before
 
 
+def test_frames_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whether the decoder says nothing, or frame after frame."""
+    facts = 'import json; print(json.dumps({"width": 64, "height": 48, "num_frames": 60, "fps": 1.0}), flush=True)\n'
+    before = children()
+    for rest in ("import signal\nsignal.pause()\n", "import sys\nwhile True: sys.stdout.buffer.write(bytes(64))\n"):
+        with_child(monkeypatch, tmp_path, facts + rest)
+        asked = []
+
+        def go_on(asked: list[int] = asked) -> None:
+            asked.append(1)
+            if len(asked) == 3:
+                raise LookupError("nobody is there")
+
+        with pytest.raises(LookupError, match="nobody is there"):
+            decode_video(
+                video_file(FRAMES), SETTINGS, lambda _: FramePlan(tuple(range(60)), 1000, 1000, resample=3), go_on
+            )
+        assert children() == before
+
+
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
 def test_a_decoder_that_crashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     with_child(monkeypatch, tmp_path, f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
