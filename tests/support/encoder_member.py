@@ -1,10 +1,12 @@
-"""Processes that have a vision encoder between them, each on a GPU of its own: what it makes of the same images."""
+"""Processes that have vision encoders between them, each on a GPU of its own: what they make of the same images. They
+are started once for any number of models: starting takes longer than all that they compute."""
 
 import multiprocessing
 import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -18,39 +20,64 @@ from tokenmill_engine.distributed.torch_group import join
 from tokenmill_engine.models.loader import build_model, load_weights
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.mrope import Grid
+from tokenmill_kernels.gpu.compilation import keep_compiled_kernels
 
 _DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What to encode with what, on how many GPUs."""
+    """What to encode with what."""
 
     folder: Path
     grids: tuple[Grid, ...]
-    size: int
     dtype: DtypeName = "float32"
     mode: EncoderMode = "weights"
     use_peer_memory: bool = True
 
-    def run(self) -> list[list[torch.Tensor]]:
-        """The rows of each image, float32, of each member. Raises AssertionError if one fails or is stuck."""
+    def rows(self, device: torch.device, group: Group = ALONE) -> list[torch.Tensor]:
+        """The rows of each image, encoded one by one, float32 on the CPU: those of one member of `group`."""
+        config = model_config(self.folder, dtype=self.dtype, encoder_mode=self.mode)
+        assert config.media is not None
+        model = build_model(config, device, group=group)
+        assert isinstance(model, MediaDecoder)
+        load_weights(model, config)
+        model.finalize()
+        images = [random_image(config.media, grid, seed) for seed, grid in enumerate(self.grids)]
+        return [model.encode([image])[0].float().cpu() for image in images]
+
+
+class EncoderMembers:
+    """`size` processes, until the end of the `with` block."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._connections: list[Connection] = []
+        self._processes: list[multiprocessing.context.SpawnProcess] = []
+
+    def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
-        with tempfile.TemporaryDirectory() as folder:
-            connections, processes = [], []
-            for rank in range(self.size):
-                receiving, sending = context.Pipe(duplex=False)
-                process = context.Process(target=_member, args=(self, rank, folder, sending), daemon=True)
-                process.start()
-                sending.close()
-                connections.append(receiving)
-                processes.append(process)
-            try:
-                return [_received(connection) for connection in connections]
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.join()
+        for rank in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_member, args=(rank, self._size, self._folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def rows(self, encoding: Encoding) -> list[list[torch.Tensor]]:
+        """As `Encoding.rows`, of each member. Raises AssertionError if one is stuck, EOFError if one has failed."""
+        for connection in self._connections:
+            connection.send(encoding)
+        return [_received(connection) for connection in self._connections]
 
 
 def _received(connection: Connection) -> list[torch.Tensor]:
@@ -58,20 +85,15 @@ def _received(connection: Connection) -> list[torch.Tensor]:
     return [torch.tensor(values) for values in connection.recv()]
 
 
-def _member(encoding: Encoding, rank: int, folder: str, results: Connection) -> None:
+def _member(rank: int, size: int, folder: str, connection: Connection) -> None:
+    keep_compiled_kernels()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group: Group = ALONE
-    if encoding.size > 1:
-        host = join(rank, encoding.size, Path(folder) / "store")
-        group = nccl_group.connect(host, device, use_peer_memory=encoding.use_peer_memory)
-    config = model_config(encoding.folder, dtype=encoding.dtype, encoder_mode=encoding.mode)
-    assert config.media is not None
-    model = build_model(config, device, group=group)
-    assert isinstance(model, MediaDecoder)
-    load_weights(model, config)
-    model.finalize()
-    images = [random_image(config.media, grid, seed) for seed, grid in enumerate(encoding.grids)]
-    rows = [row for image in images for row in model.encode([image])]
-    results.send([each.float().cpu().tolist() for each in rows])
-    group.agree_min(0)  # nobody leaves before all are done
+    host = join(rank, size, Path(folder) / "store")
+    groups: dict[bool, Group] = {}
+    while True:
+        encoding: Encoding = connection.recv()
+        uses = encoding.use_peer_memory
+        if uses not in groups:
+            groups[uses] = nccl_group.connect(host, device, use_peer_memory=uses)
+        connection.send([each.tolist() for each in encoding.rows(device, groups[uses])])
