@@ -122,7 +122,9 @@ def _check_length(url: str) -> None:
 def _split(url: str) -> SplitResult:
     _check_length(url)
     if _FORBIDDEN_CHARS.search(url):
-        raise MediaError("media addresses have no white space, backslashes or control characters")
+        raise MediaError(
+            "media addresses have no white space (%20 stands for a space), backslashes or control characters"
+        )
     try:
         return urlsplit(url)
     except ValueError as error:

@@ -27,7 +27,7 @@ from tokenmill_server.multimodal.parts import MediaSource, VideoSource
 from tokenmill_server.multimodal.prepared import Find, Prepare, PreparedMedia, UnknownMediaError
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor
 from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
-from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
 from tokenmill_server.multimodal.supply import LoadedItem
 from tokenmill_server.multimodal.video_preparer import VideoPreparer
 from tokenmill_server.multimodal.wishes import MediaWishes
@@ -59,7 +59,7 @@ class TokenRoom:
         if num_tokens > self._max_image_tokens and kind == "image":
             raise InvalidRequestError(
                 f"the image takes {num_tokens} tokens, and the engine holds {self._max_image_tokens} of one image; "
-                "send a smaller one",
+                f"send a smaller one ({ENGINE_BOUNDS})",
                 param,
             )
         with self._lock:

@@ -73,7 +73,7 @@ class PreparedMedia:
             raise UnknownMediaError("different contents were sent under this name") from None
         if item is None:
             self._on_lookup(False)
-            raise UnknownMediaError("it was not sent before, or is not kept any more")
+            raise UnknownMediaError("it was not sent before to this API server, or is not kept any more")
         return item
 
     async def prepare(

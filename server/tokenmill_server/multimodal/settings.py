@@ -13,6 +13,10 @@ GIB = 2**30
 MOST_ITEMS = 999
 
 
+ENGINE_BOUNDS = "--max-num-encoder-input-tokens and --encoder-cache-size bound it"
+"""What messages add that tell of an image or a video that is too large for the engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
     """How many of each kind a request may have."""

@@ -9,7 +9,7 @@ from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.flights import Admit
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.prepared import Find
-from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
 from tokenmill_server.multimodal.video_options import VideoOptions
 from tokenmill_server.multimodal.video_process import FramePlan, VideoFacts, decode_video
 from tokenmill_server.multimodal.video_processor import (
@@ -95,7 +95,7 @@ class VideoPreparer:
         if largest > self._max_item_tokens:
             raise MediaError(
                 f"the video takes {largest} tokens at once, and the engine holds {self._max_item_tokens}; send a "
-                "shorter or smaller one, or have fewer of its frames looked at"
+                f"shorter or smaller one, or have fewer of its frames looked at ({ENGINE_BOUNDS})"
             )
         if self._media.tokens_per_second is None:
             return

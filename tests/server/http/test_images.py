@@ -219,7 +219,11 @@ URL = "messages[0].content[0].image_url.url"
         (image("http://127.0.0.1/x.png"), URL, "--allowed-media-domains"),
         (image("data:,x", detail="huge"), "messages[0].content[0].image_url.detail", "auto, low, high"),
         ({"type": "image_url"}, "messages[0].content[0].image_url", "missing"),
-        ({"type": "image_url", "uuid": "a"}, "messages[0].content[0].uuid", "not sent before.*send its url"),
+        (
+            {"type": "image_url", "uuid": "a"},
+            "messages[0].content[0].uuid",
+            "not sent before to this API server.*send its url",
+        ),
         ({"type": "image_url", "image_url": None, "uuid": "a"}, "messages[0].content[0].uuid", "send its url"),
         ({"type": "image_url", "image_url": {"url": None}, "uuid": "a"}, "messages[0].content[0].uuid", "send its url"),
         ({**image(picture_url(20, 30)), "uuid": 7}, "messages[0].content[0].uuid", "text of 1 to"),
@@ -313,7 +317,13 @@ def test_images_that_the_engine_cannot_hold() -> None:
     config = qwen()
     scheduler = dataclasses.replace(config.scheduler, max_num_encoder_tokens=8)
     with run_server(engine=dataclasses.replace(config, scheduler=scheduler)) as server, server.client() as client:
-        refused(client, server, chat(image(picture_url(60, 60))), URL, "the engine holds 8 of one image")
+        refused(
+            client,
+            server,
+            chat(image(picture_url(60, 60))),
+            URL,
+            "the engine holds 8 of one image.*--max-num-encoder-input-tokens",
+        )
 
 
 def test_no_images_by_flag() -> None:
