@@ -5,6 +5,7 @@ once for each scan, of which some dozen bytes are enough: files within all other
 """
 
 import io
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ _MAX_SCANS = 100
 _MAX_SEGMENTS = 1024
 """Of a JPEG, all told: a colour profile may need 255, each scan a few."""
 _MAX_READS_TO_OPEN = 1 << 16
-_MAX_READS_OF_PNG = 1 << 20
-"""Two or three for each block or chunk of a file."""
+_MAX_READS = {"PNG": 1 << 20, "BMP": 1 << 23}
+"""Two or three for each block or chunk of a file, and two for each run of a compressed BMP, which takes a microsecond:
+Pillow reads them in Python."""
 
 _JPEG_START = b"\xff\xd8\xff"
 _SOI, _EOI, _SOS = 0xD8, 0xD9, 0xDA
@@ -97,8 +99,8 @@ class CountedFile(io.BytesIO):
 
     def opened(self, kind: str | None) -> None:
         """The head of an image of this format of Pillow's was read; now come its pixels. Only in PNG files may other
-        things follow them."""
-        self._reads_left = _MAX_READS_OF_PNG if kind == "PNG" else float("inf")
+        things follow them, and only those of BMP files may be read one by one."""
+        self._reads_left = _MAX_READS.get(kind or "", math.inf)
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads_left -= 1

@@ -47,6 +47,14 @@ def with_scans(count: int) -> bytes:
     return data[:-2] + count * last + data[-2:]
 
 
+def with_runs(count: int) -> bytes:
+    """A BMP of 50 x 30 pixels whose lines are compressed, with so many empty runs in front of its first pixel."""
+    lines = count * b"\0\2\0\0" + 30 * (b"\x32\x07" + b"\0\0") + b"\0\1"
+    start = 14 + 40 + 1024
+    head = struct.pack("<IIIHHIIIIII", 40, 50, 30, 1, 8, 1, len(lines), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", start + len(lines), 0, 0, start) + head + bytes(range(256)) * 4 + lines
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -55,8 +63,9 @@ def with_scans(count: int) -> bytes:
         with_chunks(1000, 1000),
         with_comment(20_000),
         with_scans(50),
+        with_runs(1000),
     ],
-    ids=["segments", "padding", "chunks", "blocks", "scans"],
+    ids=["segments", "padding", "chunks", "blocks", "scans", "runs"],
 )
 def test_many_parts(data: bytes) -> None:
     """What real files may have."""
@@ -75,8 +84,9 @@ def test_many_parts(data: bytes) -> None:
         (with_chunks(300_000), "parts"),
         (with_chunks(0, 600_000), "parts"),
         (with_comment(1_000_000), "parts"),
+        (with_runs(3_000_000), "parts"),
     ],
-    ids=["segments", "exif", "hidden", "ends", "scans", "chunks", "chunks behind", "blocks"],
+    ids=["segments", "exif", "hidden", "ends", "scans", "chunks", "chunks behind", "blocks", "runs"],
 )
 def test_too_many_parts(data: bytes, parts: str) -> None:
     with pytest.raises(MediaError, match=f"too many {parts}"):
