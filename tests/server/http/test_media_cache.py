@@ -2,20 +2,17 @@
 clients are told."""
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
 from tests.support.pictures import data_url, encoded, noise, picture_url
-from tests.support.server import PATIENCE_S
 from tests.support.sse import is_error, post_stream
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.engine import EngineConfig
@@ -174,36 +171,6 @@ def test_an_engine_that_has_forgotten_everything(client: httpx.Client, server: S
     assert len(added) == 32
     assert server.engines[0].num_missing > 0
     assert lookups(client)[1] == 3 + 16 * 3
-
-
-def test_what_was_sent_is_let_go_of_while_it_is_answered(client: httpx.Client, server: Server) -> None:
-    """Megabytes of text that stand for an image, from the first tokens of an answer on."""
-    (engine,), process = server.engines, psutil.Process(server.children[0].process.pid)
-    long_url = picture_url(20, 30) + " " * 25_000_000
-    ask(client, image(long_url), "before")
-    engine.paused.set()
-    least = process.memory_info().rss
-    with ThreadPoolExecutor(6) as pool:
-        answers = [
-            pool.submit(ask, client, image(long_url), f"{number}", max_tokens=100, ignore_eos=True)
-            for number in range(6)
-        ]
-        wait_until(lambda: engine.num_running == 6)
-        assert process.memory_info().rss > least + 100e6
-        engine.step_s = 0.2
-        engine.paused.clear()
-        wait_until(lambda: process.memory_info().rss < least + 50e6)
-        assert engine.num_running == 6
-        engine.step_s = 0.0
-        for answer in answers:
-            answer.result()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_same_bytes_of_another_shape(client: httpx.Client, server: Server) -> None:
