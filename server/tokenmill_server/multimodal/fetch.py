@@ -134,6 +134,8 @@ def read_file(url: str, settings: MediaSettings, budget: Budget) -> bytes:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("the file: address names no regular file")
+            if os.readlink(f"/proc/self/fd/{stream.fileno()}") != str(path):  # nor one in its place in a folder above
+                raise MediaError("the file of the file: address was moved while it was read")
             budget.check(status.st_size)
             data = stream.read(status.st_size + 1)
     except OSError as error:

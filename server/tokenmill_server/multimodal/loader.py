@@ -163,6 +163,8 @@ class MediaLoader:
                 item = await self._from_file(data, waiter, options, partial(prepare, data), source.kind)
                 # The request has its own copy of these bytes; what others have may be another one next time.
                 work = partial(self._read_and_prepare, content, prepare)
+            elif scheme_of(content) not in ("http", "https", "file"):
+                raise _unknown_address(content, source.kind)
             else:
                 async with self._fetches:
                     data = await self._get(content, request.budget, source.kind)
@@ -202,16 +204,9 @@ class MediaLoader:
 
     async def _get(self, url: str, budget: Budget, kind: str) -> bytes:
         """The file at an address."""
-        match scheme_of(url):
-            case "http" | "https":
-                return await fetch(url, self._settings, budget, kind)
-            case "file":
-                return await self._in_thread(partial(read_file, url, self._settings, budget))
-        raise MediaError(
-            f"{'an' if kind == 'image' else 'a'} {kind} has an http:, https: or data: address, or with "
-            f"--allowed-local-media-path a file: address, got {shown(url)}; base64 text is an address behind "
-            f"data:{'image/jpeg' if kind == 'image' else 'video/mp4'};base64,"
-        )
+        if scheme_of(url) == "file":
+            return await self._in_thread(partial(read_file, url, self._settings, budget))
+        return await fetch(url, self._settings, budget, kind)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         held = [work]
@@ -264,6 +259,14 @@ class _Wanted:
 
     detail: Detail
     kwargs: ProcessorKwargs
+
+
+def _unknown_address(url: str, kind: str) -> MediaError:
+    return MediaError(
+        f"{'an' if kind == 'image' else 'a'} {kind} has an http:, https: or data: address, or with "
+        f"--allowed-local-media-path a file: address, got {shown(url)}; base64 text is an address behind "
+        f"data:{'image/jpeg' if kind == 'image' else 'video/mp4'};base64,"
+    )
 
 
 def _given(image: Image.Image, max_pixels: int, reserve: Callable[[int, int], None]) -> Picture:

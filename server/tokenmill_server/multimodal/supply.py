@@ -70,9 +70,14 @@ class RequestSupply:
         loaded = list(self._loaded)  # whatever settles meanwhile
         if len(loaded) != len(self.places):
             raise RuntimeError("media are asked for again after every sequence had an answer")
-        items = await asyncio.gather(*(self._restore(each) for each in loaded))
+        try:
+            async with asyncio.TaskGroup() as group:  # if one fails, the others are given up
+                tasks = [group.create_task(self._restore(each)) for each in loaded]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         return tuple(
-            msgspec.structs.replace(place, tensors=item.tensors) for place, item in zip(self.places, items, strict=True)
+            msgspec.structs.replace(place, tensors=task.result().tensors)
+            for place, task in zip(self.places, tasks, strict=True)
         )
 
     def settle(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.support.media_host import MediaHost, answer, media_host, redirect
 from tokenmill_server.multimodal import fetch as fetching
 from tokenmill_server.multimodal import name_lookup
+from tokenmill_server.multimodal.addresses import local_file
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file
 from tokenmill_server.multimodal.settings import MediaSettings
@@ -325,3 +326,21 @@ def test_files(tmp_path: Path) -> None:
     for name in ("pipe", ""):
         with pytest.raises(MediaError, match="no regular file"):
             read_file(f"file://{tmp_path}/{name}", settings, Budget(100))
+
+
+def test_a_folder_that_becomes_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the check of an address and the opening of its file."""
+    outside, folder = tmp_path / "outside", tmp_path / "media" / "inner"
+    for each in (outside, folder):
+        each.mkdir(parents=True)
+        (each / "x.png").write_bytes(b"picture")
+
+    def check(url: str, settings: MediaSettings) -> Path:
+        path = local_file(url, settings)
+        folder.rename(tmp_path / "gone")
+        folder.symlink_to(outside)
+        return path
+
+    monkeypatch.setattr(fetching, "local_file", check)
+    with pytest.raises(MediaError, match="was moved"):
+        read_file(f"file://{folder}/x.png", MediaSettings(local_path=str(tmp_path / "media")), Budget(100))
