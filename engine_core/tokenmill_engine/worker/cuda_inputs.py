@@ -10,7 +10,7 @@ import torch
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.cuda_media import MediaParts
+from tokenmill_engine.worker.cuda_media import CudaMedia, MediaParts
 from tokenmill_engine.worker.cuda_writes import ScatterWriter
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.shapes import StepShape
@@ -59,6 +59,19 @@ class CudaInputs:
         if rest:
             self.write_apart(rest)
         return rows
+
+    def prepare_media(self, media: CudaMedia | None, plan: StepPlan, rows: StepRows) -> MediaParts | None:
+        """Enqueue `CudaMedia.prepare` of the step that was staged. If that fails, the device takes in the entry all the
+        same: later steps may be under way, and rely on what the requests of this one brought. With the blocks of who
+        had their slots before they would write into what is others' now."""
+        if media is None:
+            return None
+        try:
+            return media.prepare(plan, rows)
+        except Exception:
+            self.receive()
+            self.ring.count()
+            raise
 
     def write_apart(self, changes: Sequence[Write]) -> None:
         """Enqueue: changes of the tables that an entry has no room for."""

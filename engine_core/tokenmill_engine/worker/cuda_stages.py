@@ -178,7 +178,7 @@ class CudaRelay:
         """Enqueue one step."""
         entry = self.inputs.ring.begin()
         rows = self._stage(plan, entry)
-        media = None if self.media is None else self.media.prepare(plan, rows)
+        media = self.inputs.prepare_media(self.media, plan, rows)
         shape = None if self.ladder is None else self.ladder.padded(plan)
         num_tokens = plan.num_tokens if shape is None else shape.num_tokens
         if self._inlet is not None:

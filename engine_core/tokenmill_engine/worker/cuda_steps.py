@@ -147,7 +147,7 @@ class _CudaStep:
 
     def forward(self, every_token: bool) -> Hidden:
         steps = self._steps
-        media = None if steps.media is None else steps.media.prepare(self._plan, self.rows)
+        media = steps.inputs.prepare_media(steps.media, self._plan, self.rows)
         shape = None if steps.ladder is None else steps.ladder.padded(self._plan)
         num_received = self._plan.num_tokens if shape is None else shape.num_tokens
         if steps.inlet is not None:

@@ -1,6 +1,7 @@
 """Steps with images as a GPU runs them, with their kernels interpreted and the model on the CPU: the answers of
 transformers, whatever runs beside them."""
 
+import contextlib
 from collections.abc import Sequence
 
 import pytest
@@ -14,7 +15,9 @@ from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.models.vision.encoder import ImageInput
-from tokenmill_engine.outputs import StepHandle, StepPlan
+from tokenmill_engine.outputs import SlotStart, StepHandle, StepPlan
+from tokenmill_engine.worker.cuda_media import CudaMedia, MediaParts
+from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.shapes import StepShape
 
 pytestmark = pytest.mark.slow
@@ -112,6 +115,37 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_alone(subject: Subjec
     # Other workers of the stage, which miss nothing, have no graph for it either.
     assert [plan.media is None or not plan.media.rows for plan in interpreted.plans] == interpreted.used
     assert engine.ask([subject.prompts[0]]) == [list(subject.answers[0])]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_step_that_fails_at_its_images_leaves_the_next_ones_the_blocks_of_its_requests(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be under way already. With the blocks of who had the slots before they would write into others'."""
+    subject = subject_of("qwen2_vl")
+    interpreted = Interpreted(subject, 64, num_stages=num_stages)
+    engine, steps = interpreted.engine, interpreted.stages.steps[0]
+    assert engine.ask([subject.prompts[2]]) == [list(subject.answers[2])]
+
+    prepare, started = CudaMedia.prepare, list[SlotStart]()
+
+    def fails(media: CudaMedia, plan: StepPlan, rows: StepRows) -> MediaParts | None:
+        if plan.starts:
+            started.extend(plan.starts)
+            raise RuntimeError("out of memory")
+        return prepare(media, plan, rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CudaMedia, "prepare", fails)
+        wrong = engine.add(subject.prompts[0])
+        with contextlib.suppress(RuntimeError):
+            engine.run()
+    (start,) = started
+    tables = steps.inputs.tables
+    num_blocks = len(start.block_ids[0])
+    assert start.request_id == wrong
+    assert tables.block_tables[0][start.slot, :num_blocks].tolist() == start.block_ids[0]
+    assert tables.tokens.token_ids[start.slot, : len(start.token_ids)].tolist() == start.token_ids.tolist()
 
 
 @pytest.mark.parametrize("with_graphs", [True, False])
