@@ -155,7 +155,7 @@ MEDIA = (
         Group.MULTIMODAL,
         integer(1, _MAX_THREADS),
         8,
-        "Threads of an API server that decode and prepare images and videos",
+        "Threads of an API server that decode and prepare images; half as many more do so for videos",
         "media.loading_threads",
         metavar="N",
         env=(EnvAlias("VLLM_MEDIA_LOADING_THREAD_COUNT"),),

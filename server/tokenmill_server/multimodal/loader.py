@@ -7,7 +7,7 @@ without the interpreter's lock for most of it.
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +113,8 @@ class MediaLoader:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         return_large_blocks()
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
+        # Of their own: a video may take a minute, and a few of them would keep all images waiting.
+        self._video_threads = ThreadPoolExecutor(max(1, settings.loading_threads // 2), thread_name_prefix="video")
         self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
         self._memory = DecodingMemory(settings.decoding_bytes)
 
@@ -145,7 +147,8 @@ class MediaLoader:
 
     def close(self) -> None:
         """Ends the threads, once they have nothing left to do."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._video_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load(self, source: MediaSource, request: "_Request") -> LoadedItem:
         waiter = RoomFor(request.room, source.param, source.kind)
@@ -196,11 +199,12 @@ class MediaLoader:
         if self.prepared.is_caching:
             name = await self._in_thread(partial(file_name, data, kind, options))
             item = self.prepared.find(name, waiter)
-        return item or await self.prepared.prepare(name, waiter, work, self._in_thread)
+        return item or await self.prepared.prepare(name, waiter, work, self._runner(kind))
 
     def _loaded(self, item: PreparedItem, again: Prepare, source: MediaSource) -> LoadedItem:
         """`again` makes it once more, if the engine core lacks it."""
-        return LoadedItem(item, source.param, partial(self.prepared.prepare_again, item.key, again, self._in_thread))
+        runner = self._runner(source.kind)
+        return LoadedItem(item, source.param, partial(self.prepared.prepare_again, item.key, again, runner))
 
     async def _get(self, url: str, budget: Budget, kind: str) -> bytes:
         """The file at an address."""
@@ -208,10 +212,13 @@ class MediaLoader:
             return await self._in_thread(partial(read_file, url, self._settings, budget))
         return await fetch(url, self._settings, budget, kind)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    def _runner(self, kind: str) -> Callable[[Callable[[], PreparedItem]], Awaitable[PreparedItem]]:
+        return self._in_thread if kind == "image" else partial(self._in_thread, threads=self._video_threads)
+
+    async def _in_thread(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
         held = [work]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: held.pop()())
+            return await asyncio.get_running_loop().run_in_executor(threads or self._threads, lambda: held.pop()())
         finally:
             # Whoever is gone before a thread was free leaves an empty list in the queue, and no image.
             held.clear()

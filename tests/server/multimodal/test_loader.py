@@ -4,9 +4,9 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,12 +22,14 @@ from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
-from tokenmill_server.multimodal.parts import ImageSource
+from tokenmill_server.multimodal.parts import ImageSource, VideoSource
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
 from tokenmill_server.multimodal.prepared import PreparedMedia
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor
 from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.video_preparer import VideoPreparer
+from tokenmill_server.multimodal.wishes import MediaWishes
 
 SETTINGS = MediaSettings(loading_threads=2, allowed_domains=("localhost",), fetch_timeout_s=60.0, max_pixels=10_000)
 
@@ -160,6 +162,48 @@ def test_who_goes_before_its_turn_leaves_nothing(processor: WatchedProcessor, mo
     finally:
         go_on.set()
         single.close()
+
+
+class HeldVideos:
+    """Prepares no video before it is told to."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.may_end = threading.Event()
+
+    def options_text(self, wishes: MediaWishes) -> str:
+        return ""
+
+    def prepare(self, data: bytes, wishes: MediaWishes, admit: Callable[[int], None], find: object) -> PreparedItem:
+        self.num_begun += 1
+        self.may_end.wait()
+        raise MediaError("the video is held")
+
+
+def test_images_do_not_wait_for_videos(processor: WatchedProcessor) -> None:
+    videos = HeldVideos()
+    prepared = PreparedMedia(CachePlacement(Placement.NOWHERE, 0, 0))
+    loader = MediaLoader(processor, SETTINGS, prepared, cast(VideoPreparer, videos))
+
+    async def work() -> None:
+        room = TokenRoom(10_000, 10_000)
+        held = [
+            asyncio.ensure_future(loader.load([VideoSource(f"data:,{number}", "video")], room)) for number in range(5)
+        ]
+        async with asyncio.timeout(PATIENCE_S):
+            while videos.num_begun == 0:
+                await asyncio.sleep(0.001)
+            assert len(await loader.load([source(picture_url(20, 30))], room)) == 1
+        assert videos.num_begun == 1
+        videos.may_end.set()
+        outcomes = await asyncio.gather(*held, return_exceptions=True)
+        assert [str(each) for each in outcomes] == 5 * ["the video is held"]
+
+    try:
+        asyncio.run(work())
+    finally:
+        videos.may_end.set()
+        loader.close()
 
 
 def test_all_images_of_a_request_share_its_bytes(processor: WatchedProcessor) -> None:
