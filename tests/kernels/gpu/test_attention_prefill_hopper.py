@@ -1,12 +1,12 @@
 """The prefill kernel for Hopper, which the interpreter cannot run: it compiles for the device without one."""
 
 import logging
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support.compiling import compiling
 from tokenmill_kernels.gpu.attention import HopperPrefill
 
 COMPILE = """
@@ -39,11 +39,8 @@ print(compiled.asm["ptx"])
 
 
 @pytest.mark.slow
-def test_it_multiplies_with_warp_groups_and_copies_with_the_accelerator() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
-    )
+def test_it_multiplies_with_warp_groups_and_copies_with_the_accelerator(tmp_path: Path) -> None:
+    result = compiling([sys.executable, "-c", COMPILE], tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "griddepcontrol.wait", "setmaxnreg"):
         assert instruction in result.stdout

@@ -134,6 +134,7 @@ def test_a_kernel_that_is_launched_although_it_was_given_up() -> None:
 
 
 def test_compiled_kernels_are_kept_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     monkeypatch.setenv("TOKENMILL_CACHE_DIR", str(tmp_path))
     keep_compiled_kernels()
@@ -147,6 +148,7 @@ def test_compiled_kernels_are_kept_in_the_cache_directory(monkeypatch: pytest.Mo
 def test_a_cache_directory_that_cannot_be_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOKENMILL_CACHE_DIR", str(tmp_path / "file"))

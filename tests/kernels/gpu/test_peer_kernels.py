@@ -2,11 +2,12 @@
 the interpreter."""
 
 import json
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.support.compiling import compiling
 
 COMPILE = """
 import json
@@ -53,14 +54,8 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_they_move_vectors_and_need_no_fence(size: int) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(size)],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_they_move_vectors_and_need_no_fence(size: int, tmp_path: Path) -> None:
+    result = compiling([sys.executable, "-c", COMPILE, str(size)], tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     for name, instructions in json.loads(result.stdout).items():
         # What is polled comes from memory each time, and 16 bytes at once.
