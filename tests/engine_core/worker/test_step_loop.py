@@ -308,8 +308,9 @@ def test_who_does_not_report_tells_of_missing_images_before_the_step_goes_on(sta
     device.execute = look  # type: ignore[method-assign]
     loop = start(device, False)
     loop.submit(0)
-    wait_for(lambda: told, DEADLINE_S, "the step")
+    wait_for(lambda: told and device.begun, DEADLINE_S, "the step")
     assert told == [missing]
+    device.ends[0].set()
 
 
 def test_the_end_waits_for_steps_under_way(start: Callable[..., Loop]) -> None:
