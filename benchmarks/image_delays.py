@@ -1,20 +1,23 @@
 """How much decoding and preparing large images delays an API server's event loop, on which all streams are served.
 
-Images are JPEGs of photograph-like content, sent as `data:` addresses and prepared as for Qwen2.5-VL (with the limits
+Images are of photograph-like content, sent as `data:` addresses and prepared as for Qwen2.5-VL (with the limits
 of its own settings), by as many threads as asked for, one behind another. Meanwhile a coroutine asks to be woken up
 every millisecond and measures how late it was. The same is measured with nothing to do, since a busy machine delays as
-well.
+well, and with large images decoded in threads (`--processes 0`) or in processes, in turns.
 
-    python benchmarks/image_delays.py --megapixels 20 --threads 2
+    python benchmarks/image_delays.py --formats JPEG PNG WEBP --megapixels 20 --threads 2 --processes 0 2 --rounds 3
 """
 
 import argparse
 import asyncio
 import base64
 import io
+import itertools
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -30,6 +33,11 @@ from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.settings import MediaSettings
 
 _STEP_S = 0.001
+_SAVING: Mapping[str, Mapping[str, Any]] = {
+    "JPEG": {"quality": 90},
+    "WEBP": {"method": 0},
+    "PNG": {"compress_level": 1},
+}
 _MEDIA = MediaConfig(
     "qwen2_vl",
     7,
@@ -49,8 +57,20 @@ _OPTIONS = ImageOptions(
 )
 
 
-def photograph(megapixels: float, seed: int) -> str:
-    """A `data:` address of a JPEG, three times as wide as it is high by two."""
+@dataclass(frozen=True)
+class Load:
+    """What there is to do."""
+
+    format: str
+    """Pillow's name."""
+    megapixels: float
+    num_threads: int
+    num_images: int
+    """For each thread."""
+
+
+def photograph(format: str, megapixels: float, seed: int) -> str:
+    """A `data:` address, three times as wide as it is high by two."""
     height = round((megapixels * 1e6 * 2 / 3) ** 0.5)
     width = height * 3 // 2
     random = np.random.default_rng(seed)
@@ -58,8 +78,8 @@ def photograph(megapixels: float, seed: int) -> str:
     pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
     pixels += random.integers(-8, 9, pixels.shape, np.int16)
     stream = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(stream, "JPEG", quality=90)
-    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(stream, format, **_SAVING.get(format, {}))
+    return f"data:image/{format.lower()};base64," + base64.b64encode(stream.getvalue()).decode()
 
 
 async def delays_during(work: Callable[[], Awaitable[None]]) -> list[float]:
@@ -76,29 +96,32 @@ async def delays_during(work: Callable[[], Awaitable[None]]) -> list[float]:
 
 def line(name: str, late: list[float]) -> str:
     p50, p99, p999 = np.percentile(late, [50, 99, 99.9])
-    return f"{name:<28} {len(late):>7} {p50:>8.2f} {p99:>8.2f} {p999:>8.2f} {max(late):>8.2f}"
+    return f"{name:<32} {len(late):>7} {p50:>8.2f} {p99:>8.2f} {p999:>8.2f} {max(late):>8.2f}"
 
 
-async def measure(megapixels: float, num_threads: int, num_images: int) -> list[str]:
-    urls = [photograph(megapixels, seed) for seed in range(num_threads)]
-    settings = MediaSettings(loading_threads=num_threads)
+async def measure(load: Load, urls: list[str], num_processes: int) -> str:
+    settings = MediaSettings(loading_threads=load.num_threads, image_processes=num_processes)
     prepared = PreparedMedia(CachePlacement(Placement.NOWHERE, 0, 0))
     loader = MediaLoader(ImageProcessor(_MEDIA, _OPTIONS), settings, prepared)
 
     async def decode(url: str) -> None:
-        for _ in range(num_images):
+        for _ in range(load.num_images):
             await loader.load([ImageSource(url, "auto", "image")], TokenRoom(1 << 30, 1 << 30))
 
     async def all_threads() -> None:
         await asyncio.gather(*map(decode, urls))
 
+    await loader.load([ImageSource(urls[0], "auto", "image")], TokenRoom(1 << 30, 1 << 30))
     began = time.perf_counter()
     busy = await delays_during(all_threads)
-    seconds = (time.perf_counter() - began) / num_images / num_threads
-    idle = await delays_during(lambda: asyncio.sleep(5))
+    seconds = (time.perf_counter() - began) / load.num_images / load.num_threads
     loader.close()
-    title = f"{num_threads} threads, {megapixels:g} MP"
-    return [line("nothing to do", idle), f"{line(title, busy)}   {seconds:.2f} s an image"]
+    title = f"{load.format} {load.megapixels:g} MP, {num_processes or 'no'} processes"
+    return f"{line(title, busy)}   {seconds:.2f} s an image"
+
+
+async def measure_idle() -> str:
+    return line("nothing to do", await delays_during(lambda: asyncio.sleep(5)))
 
 
 def write(text: str) -> None:
@@ -108,14 +131,21 @@ def write(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=["JPEG"], help="Pillow's names")
     parser.add_argument("--megapixels", type=float, nargs="+", default=[20.0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--images", type=int, default=10, help="for each thread")
+    parser.add_argument("--processes", type=int, nargs="+", default=[0, 2], help="for large images, each in turn")
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    write(f"{'event loop late, ms':<28} {'samples':>7} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8}")
-    for megapixels in args.megapixels:
-        for text in uvloop.run(measure(megapixels, args.threads, args.images)):
-            write(text)
+    write(f"{'event loop late, ms':<32} {'samples':>7} {'p50':>8} {'p99':>8} {'p99.9':>8} {'max':>8}")
+    for format, megapixels in itertools.product(args.formats, args.megapixels):
+        load = Load(format, megapixels, args.threads, args.images)
+        urls = [photograph(format, megapixels, seed) for seed in range(args.threads)]
+        for _ in range(args.rounds):
+            write(uvloop.run(measure_idle()))
+            for num_processes in args.processes:
+                write(uvloop.run(measure(load, urls, num_processes)))
 
 
 if __name__ == "__main__":

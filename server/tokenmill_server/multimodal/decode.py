@@ -5,7 +5,8 @@ Pillow's, which leaves transparency out and cuts grey values of 16 bits off at 2
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
@@ -47,6 +48,25 @@ def decode(data: bytes, max_pixels: int, reserve: Callable[[int, int], None] | N
     Raises MediaError for what is no image of a known kind, is damaged or incomplete, or has more than `max_pixels`,
     which is known before any is decoded.
     """
+    with opened(data, max_pixels) as file:
+        if reserve is not None:
+            reserve(file.height, file.width)
+        return to_picture(file.image)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedImage:
+    """An image whose pixels are not decoded yet, and the size of what will be."""
+
+    image: Image.Image
+    height: int
+    width: int
+
+
+@contextmanager
+def opened(data: bytes, max_pixels: int) -> Iterator[OpenedImage]:
+    """An image file of which the header has been read and no more. Raises as `decode` does, also for what goes wrong
+    with the image while it is open."""
     if not data:
         raise MediaError("the image is empty: it has no bytes")
     try:
@@ -57,9 +77,7 @@ def decode(data: bytes, max_pixels: int, reserve: Callable[[int, int], None] | N
             check_size(image.size, max_pixels)
             width, height = _decoded_size(image)
             check_size((width, height), max_pixels)
-            if reserve is not None:
-                reserve(height, width)
-            return to_picture(image)
+            yield OpenedImage(image, height, width)
     except (MediaError, MemoryError):  # the second says nothing of the image
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

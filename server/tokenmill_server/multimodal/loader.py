@@ -1,7 +1,7 @@
 """Fetches, decodes and prepares the images and videos of requests, beside the event loop.
 
-Waiting for hosts happens in the event loop, everything that computes in threads of its own: Pillow and numpy work
-without the interpreter's lock for most of it.
+Waiting for hosts happens in the event loop, everything that computes in threads of its own, since Pillow and numpy work
+without the interpreter's lock for most of it, or in processes that these threads wait for.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from typing import TypeVar
 from PIL import Image
 
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
-from tokenmill_server.multimodal.decode import Picture, check_size, decode, to_picture
-from tokenmill_server.multimodal.decoding_memory import DecodingMemory, return_large_blocks
+from tokenmill_server.multimodal.decoding_memory import return_large_blocks
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
 from tokenmill_server.multimodal.flights import Admit
+from tokenmill_server.multimodal.image_item import WantedImage
+from tokenmill_server.multimodal.image_preparer import ImagePreparer
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.names import file_name, given_name
 from tokenmill_server.multimodal.parts import MediaSource, VideoSource
 from tokenmill_server.multimodal.prepared import Find, Prepare, PreparedMedia, UnknownMediaError
-from tokenmill_server.multimodal.processor import Detail, ImageProcessor
-from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
+from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
 from tokenmill_server.multimodal.supply import LoadedItem
 from tokenmill_server.multimodal.video_preparer import VideoPreparer
@@ -106,7 +106,7 @@ class MediaLoader:
     ) -> None:
         """None: there are no images, or no videos, among the sources."""
         self.prepared = prepared
-        self._processor = processor
+        self._images = None if processor is None else ImagePreparer(processor, settings)
         self._videos = videos
         self._flags = MediaWishes(settings.video_reading, settings.processor_kwargs)
         self._settings = settings
@@ -116,7 +116,6 @@ class MediaLoader:
         # Of their own: a video may take a minute, and a few of them would keep all images waiting.
         self._video_threads = ThreadPoolExecutor(max(1, settings.loading_threads // 2), thread_name_prefix="video")
         self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
-        self._memory = DecodingMemory(settings.decoding_bytes)
 
     async def load(
         self,
@@ -146,9 +145,11 @@ class MediaLoader:
         return [task.result() for task in tasks]
 
     def close(self) -> None:
-        """Ends the threads, once they have nothing left to do."""
+        """Ends the threads, once they have nothing left to do. Processes that prepare images end at once."""
         for threads in (self._threads, self._video_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+        if self._images is not None:
+            self._images.close()
 
     async def _load(self, source: MediaSource, request: "_Request") -> LoadedItem:
         waiter = RoomFor(request.room, source.param, source.kind)
@@ -189,9 +190,9 @@ class MediaLoader:
         if isinstance(source, VideoSource):
             assert self._videos is not None
             return self._videos.options_text(wishes), partial(self._prepare_video, wishes)
-        assert self._processor is not None
-        wanted = _Wanted(source.detail, wishes.kwargs)
-        return self._processor.options_text(source.detail, wishes.kwargs), partial(self._prepare_image, wanted)
+        assert self._images is not None
+        wanted = WantedImage(source.detail, wishes.kwargs)
+        return self._images.options_text(wanted), partial(self._images.prepare, wanted)
 
     async def _from_file(self, data: bytes, waiter: RoomFor, options: str, work: Prepare, kind: str) -> PreparedItem:
         """An encoded image or video, decoded only if what it becomes is not known."""
@@ -234,21 +235,6 @@ class MediaLoader:
         assert self._videos is not None
         return self._videos.prepare(data, wishes, admit, find)
 
-    def _prepare_image(self, wanted: "_Wanted", content: bytes | Image.Image, admit: Admit, find: Find) -> PreparedItem:
-        processor, most = self._processor, self._settings.max_pixels
-        assert processor is not None
-        with self._memory.lease() as lease:
-
-            def reserve(height: int, width: int) -> None:
-                lease.take(processor.memory_bytes(height, width))
-
-            picture = (
-                _given(content, most, reserve) if isinstance(content, Image.Image) else decode(content, most, reserve)
-            )
-            admit(processor.num_tokens(picture, wanted.detail, wanted.kwargs))
-            key = processor.key(picture, wanted.detail, wanted.kwargs)
-            return find(key) or processor.prepare(picture, wanted.detail, key, wanted.kwargs)
-
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -260,26 +246,9 @@ class _Request:
     wishes: MediaWishes
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What an image is to become."""
-
-    detail: Detail
-    kwargs: ProcessorKwargs
-
-
 def _unknown_address(url: str, kind: str) -> MediaError:
     return MediaError(
         f"{'an' if kind == 'image' else 'a'} {kind} has an http:, https: or data: address, or with "
         f"--allowed-local-media-path a file: address, got {shown(url)}; base64 text is an address behind "
         f"data:{'image/jpeg' if kind == 'image' else 'video/mp4'};base64,"
     )
-
-
-def _given(image: Image.Image, max_pixels: int, reserve: Callable[[int, int], None]) -> Picture:
-    check_size(image.size, max_pixels)
-    reserve(image.height, image.width)
-    try:
-        return to_picture(image)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise MediaError(f"the image cannot be read: {error}") from error

@@ -42,8 +42,9 @@ class ImageProcessor:
     """Prepares images for one model."""
 
     def __init__(self, media: MediaConfig, options: ImageOptions) -> None:
+        self.media, self.options = media, options
+        """What it was made of: another process may make the same."""
         self._tokens_per_image, self._views = media.vision.tokens_per_image, media.views
-        self._options = options
         self._values = _tensor(_value_table(options))
         self._has_sizes = options.method == "qwen2_vl"
 
@@ -59,7 +60,7 @@ class ImageProcessor:
 
     def memory_bytes(self, height: int, width: int) -> int:
         """About what decoding and preparing an image of this size takes at the worst."""
-        num_pixels = max(height, width) ** 2 if self._options.pads_to_square else height * width
+        num_pixels = max(height, width) ** 2 if self.options.pads_to_square else height * width
         return _BYTES_PER_PIXEL * num_pixels
 
     def options_text(self, detail: Detail = "auto", said: ProcessorKwargs = NOTHING_SAID) -> str:
@@ -96,7 +97,7 @@ class ImageProcessor:
         return PreparedItem("image", key, self.num_tokens(picture, detail, said), grid, tensors)
 
     def _options_for(self, detail: Detail, said: ProcessorKwargs) -> ImageOptions:
-        options = self._options
+        options = self.options
         if self._has_sizes and (said.min_pixels is not None or said.max_pixels is not None):
             least = options.min_pixels if said.min_pixels is None else said.min_pixels
             most = options.max_pixels if said.max_pixels is None else said.max_pixels

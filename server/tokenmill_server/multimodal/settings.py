@@ -31,6 +31,9 @@ class MediaSettings:
 
     loading_threads: int = 8
     """Threads that decode and prepare media."""
+    image_processes: int | None = None
+    """Processes that decode and prepare large images, at most; None: as many as there are threads for it, and cores. 0:
+    threads do it."""
     limits: PromptLimits = field(default_factory=PromptLimits)
     fetch_timeout_s: float = 5.0
     """For an image at an http(s) address, redirects included."""

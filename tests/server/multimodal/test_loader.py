@@ -230,6 +230,8 @@ def test_what_has_no_room_is_not_prepared(loader: MediaLoader, processor: Watche
 def test_images_that_are_decoded_share_memory(processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one there is one at a time, however many threads there are."""
     small = loader_of(processor, replace(SETTINGS, decoding_bytes=processor.memory_bytes(20, 30)))
+    assert small._images is not None
+    memory = small._images._memory
     now, most, num_done, lock = 0, 0, 0, threading.Lock()
 
     def prepare(picture: Picture, *arguments: Any) -> PreparedItem:
@@ -237,7 +239,7 @@ def test_images_that_are_decoded_share_memory(processor: WatchedProcessor, monke
         with lock:
             now += 1
             most = max(most, now)
-        wait_for(lambda: len(small._memory._waiting) > 0 or num_done == 19, PATIENCE_S, "the next image")
+        wait_for(lambda: len(memory._waiting) > 0 or num_done == 19, PATIENCE_S, "the next image")
         item = ImageProcessor.prepare(processor, picture, *arguments)
         with lock:
             now -= 1

@@ -1,0 +1,47 @@
+"""What tests of the processes for large images share."""
+
+from pathlib import Path
+
+import psutil
+
+from tests.support.pictures import encoded, noise
+from tests.support.tiny_media_models import cached_tiny_media_model
+from tokenmill_engine.config.model_files import resolve_model
+from tokenmill_server.multimodal.image_item import WantedImage
+from tokenmill_server.multimodal.image_options import read_image_options
+from tokenmill_server.multimodal.image_preparer import ImagePreparer
+from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.processor import ImageProcessor
+from tokenmill_server.multimodal.processor_kwargs import NOTHING_SAID
+from tokenmill_server.multimodal.settings import MediaSettings
+
+PLAIN = WantedImage("auto", NOTHING_SAID)
+FILE = encoded(noise(60, 90))
+
+
+def processor_of(kind: str = "qwen2_vl") -> ImageProcessor:
+    folder = cached_tiny_media_model(kind)
+    media = resolve_model(str(folder)).media
+    assert media is not None
+    return ImageProcessor(media, read_image_options(Path(folder), media))
+
+
+def helpers() -> list[psutil.Process]:
+    """The processes that prepare images for this one."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if any("image_child" in each for each in child.cmdline()):
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+def nothing(*_arguments: object) -> None:
+    """Admits everything, reserves and finds nothing."""
+
+
+def in_thread(processor: ImageProcessor, data: bytes = FILE, wanted: WantedImage = PLAIN) -> PreparedItem:
+    threads = ImagePreparer(processor, MediaSettings(image_processes=0))
+    return threads.prepare(wanted, data, nothing, nothing)
