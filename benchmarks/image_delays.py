@@ -2,8 +2,9 @@
 
 Images are of photograph-like content, sent as `data:` addresses and prepared as for Qwen2.5-VL (with the limits
 of its own settings), by as many threads as asked for, one behind another. Meanwhile a coroutine asks to be woken up
-every millisecond and measures how late it was. The same is measured with nothing to do, since a busy machine delays as
-well, and with large images decoded in threads (`--processes 0`) or in processes, in turns.
+every millisecond and measures how late it was: with large images decoded in threads (`--processes 0`) and in processes,
+in turns. The same is measured with nothing to do, and with nothing to do while other programs keep as many cores busy,
+since a busy machine delays as well.
 
     python benchmarks/image_delays.py --formats JPEG PNG WEBP --megapixels 20 --threads 2 --processes 0 2 --rounds 3
 """
@@ -13,6 +14,7 @@ import asyncio
 import base64
 import io
 import itertools
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -104,24 +106,36 @@ async def measure(load: Load, urls: list[str], num_processes: int) -> str:
     prepared = PreparedMedia(CachePlacement(Placement.NOWHERE, 0, 0))
     loader = MediaLoader(ImageProcessor(_MEDIA, _OPTIONS), settings, prepared)
 
+    async def load_one(url: str) -> None:
+        await loader.load([ImageSource(url, "auto", "image")], TokenRoom(1 << 30, 1 << 30))
+
     async def decode(url: str) -> None:
         for _ in range(load.num_images):
-            await loader.load([ImageSource(url, "auto", "image")], TokenRoom(1 << 30, 1 << 30))
+            await load_one(url)
 
     async def all_threads() -> None:
         await asyncio.gather(*map(decode, urls))
 
-    await loader.load([ImageSource(urls[0], "auto", "image")], TokenRoom(1 << 30, 1 << 30))
-    began = time.perf_counter()
+    await asyncio.gather(*map(load_one, urls))  # starts the processes
+    began, cpu_began = time.perf_counter(), time.process_time()
     busy = await delays_during(all_threads)
     seconds = (time.perf_counter() - began) / load.num_images / load.num_threads
+    cpu_seconds = (time.process_time() - cpu_began) / load.num_images / load.num_threads
     loader.close()
     title = f"{load.format} {load.megapixels:g} MP, {num_processes or 'no'} processes"
-    return f"{line(title, busy)}   {seconds:.2f} s an image"
+    return f"{line(title, busy)}   {seconds:.2f} s an image, {cpu_seconds:.3f} s of CPU time here"
 
 
-async def measure_idle() -> str:
-    return line("nothing to do", await delays_during(lambda: asyncio.sleep(5)))
+async def measure_idle(num_hogs: int) -> str:
+    """With other processes that keep so many cores busy: what no program can change."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_hogs)]
+    try:
+        late = await delays_during(lambda: asyncio.sleep(5))
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    return line(f"nothing to do, {num_hogs} cores busy", late)
 
 
 def write(text: str) -> None:
@@ -143,7 +157,8 @@ def main() -> None:
         load = Load(format, megapixels, args.threads, args.images)
         urls = [photograph(format, megapixels, seed) for seed in range(args.threads)]
         for _ in range(args.rounds):
-            write(uvloop.run(measure_idle()))
+            for num_hogs in (0, args.threads):
+                write(uvloop.run(measure_idle(num_hogs)))
             for num_processes in args.processes:
                 write(uvloop.run(measure(load, urls, num_processes)))
 

@@ -94,8 +94,8 @@ def _limit(kind: int, wanted: int) -> None:
 
 
 def confine() -> None:
-    """This process ends with its parent and not before: signals that a whole group of processes gets are the parent's
-    affair. It writes no files."""
+    """This process ends with its parent (with the thread that started it, which lives as long) and not before: signals
+    that a whole group of processes gets are the parent's affair. It writes no files."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

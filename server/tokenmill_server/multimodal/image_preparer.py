@@ -7,6 +7,7 @@ and all streams on it, would wait.
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 
 from PIL import Image
@@ -41,6 +42,7 @@ class ImagePreparer:
             num_processes = min(settings.loading_threads, len(os.sched_getaffinity(0)))
         self._processes = ImageProcesses(processor, num_processes) if num_processes else None
         self._has_warned = False
+        self._lock = threading.Lock()
 
     def options_text(self, wanted: WantedImage) -> str:
         """All that decides, beside the image, what `prepare` makes of it."""
@@ -73,14 +75,15 @@ class ImagePreparer:
             return _given(content, most, reserve)
         with opened(content, most) as file:
             most_here = _LARGE_PIXELS_OF.get(file.image.format or "", _LARGE_PIXELS)
-            if self._processes is not None and file.height * file.width > most_here:
+            if self._processes is not None and self._processor.num_pixels(file.height, file.width) > most_here:
                 return ImageFile(content, file.height, file.width, most)
             reserve(file.height, file.width)
             return to_picture(file.image)
 
     def _warn(self, error: CannotStartError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        with self._lock:
+            has_warned, self._has_warned = self._has_warned, True
+        if not has_warned:
             logger.warning(
                 "No process can be started to decode large images (%s): threads do it, which may delay streams.", error
             )

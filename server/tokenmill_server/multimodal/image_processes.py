@@ -48,6 +48,7 @@ _BASE_MEMORY_BYTES = 768 * 2**20
 _IDLE_S = 60.0
 _TIMEOUT_S = 60.0
 """For an image, and a second more for each megapixel: some hundred times what it takes. For starting a process too."""
+_END_S = 1.0
 _RETRY_S = 60.0
 """After a process could not be started."""
 _CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL}
@@ -83,7 +84,7 @@ class ImageProcesses:
         self._changed = threading.Condition()
         self._timer: threading.Timer | None = None
         self._is_closed = False
-        self._retry_at = 0.0
+        self._retry_at, self._reason = 0.0, ""
 
     def prepare(
         self, file: ImageFile, wanted: WantedImage, reserve: Callable[[int, int], None], admit: Admit, find: Find
@@ -130,7 +131,7 @@ class ImageProcesses:
                     break
                 self._changed.wait()
             if time.monotonic() < self._retry_at:
-                raise CannotStartError
+                raise CannotStartError(self._reason)
             self._num_starting += 1
         return self._start()
 
@@ -143,18 +144,21 @@ class ImageProcesses:
                 if self._is_closed:
                     process.kill()
             process.set_up(Setup(self._processor.media, self._processor.options))
-        except OSError as error:
+        except Exception as error:
             with self._changed:
                 if process is not None:
                     self._end(process)
                 if self._is_closed:
                     raise OverloadedError("the server is shutting down") from error
+                if not isinstance(error, OSError):
+                    raise
                 self._retry_at = time.monotonic() + _RETRY_S
-            raise CannotStartError(str(error) or "it did not answer in time") from error
+                self._reason = str(error) or "it did not answer in time"
+                raise CannotStartError(self._reason) from error
         finally:
             with self._changed:
                 self._num_starting -= 1
-                self._changed.notify()
+                self._changed.notify_all()
         return process
 
     def _give_back(self, process: "_Process") -> None:
@@ -165,7 +169,7 @@ class ImageProcesses:
                 self._watch(self._idle_s)
             else:
                 self._end(process)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _end(self, process: "_Process") -> None:
         self._all.discard(process)
@@ -310,5 +314,6 @@ class _Process:
     def end(self) -> None:
         """It is gone afterwards, and all that belongs to it."""
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # the system may have it wait for a disk
+            self._process.wait(_END_S)
         self._channel.close()

@@ -60,8 +60,11 @@ class ImageProcessor:
 
     def memory_bytes(self, height: int, width: int) -> int:
         """About what decoding and preparing an image of this size takes at the worst."""
-        num_pixels = max(height, width) ** 2 if self.options.pads_to_square else height * width
-        return _BYTES_PER_PIXEL * num_pixels
+        return _BYTES_PER_PIXEL * self.num_pixels(height, width)
+
+    def num_pixels(self, height: int, width: int) -> int:
+        """Of an image of this size, or of the square that it becomes before it is resized."""
+        return max(height, width) ** 2 if self.options.pads_to_square else height * width
 
     def options_text(self, detail: Detail = "auto", said: ProcessorKwargs = NOTHING_SAID) -> str:
         """All that decides, beside the image, what `prepare` makes of it."""

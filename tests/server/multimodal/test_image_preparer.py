@@ -5,12 +5,14 @@ import logging
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.support.image_helpers import FILE, PLAIN, helpers, in_thread, nothing, processor_of
-from tests.support.pictures import data_url, encoded
+from tests.support.pictures import data_url, encoded, noise
 from tests.support.prepared_items import source
 from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_server.multimodal import image_preparer, image_processes
@@ -48,10 +50,14 @@ def test_threads_do_it_where_nothing_can_be_started(
 def test_threads_do_it_where_one_ends_while_it_starts(
     processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Whoever waited for it goes on."""
     monkeypatch.setattr(image_preparer, "_LARGE_PIXELS", 0)
     monkeypatch.setattr(image_processes, "_PROGRAM", "no_such_program")
-    images = ImagePreparer(processor, MediaSettings())
-    assert images.prepare(PLAIN, FILE, nothing, nothing) == in_thread(processor)
+    images = ImagePreparer(processor, MediaSettings(image_processes=1))
+    wanted = in_thread(processor)
+    with ThreadPoolExecutor(5) as threads:
+        running = [threads.submit(images.prepare, PLAIN, FILE, nothing, nothing) for _ in range(5)]
+        assert [each.result(PATIENCE_S) for each in running] == [wanted] * 5
     assert len(caplog.records) == 1
     assert helpers() == []
     images.close()
@@ -66,6 +72,16 @@ def test_which_images_are_large(processor: ImageProcessor, kind: str, side: int,
     data = encoded(np.zeros((side, side, 3), np.uint8), kind)
     assert images.prepare(PLAIN, data, nothing, nothing) == in_thread(processor, data)
     assert len(helpers()) == is_large
+    images.close()
+
+
+def test_a_narrow_image_that_becomes_a_large_square() -> None:
+    processor = processor_of("llava")
+    padding = ImageProcessor(processor.media, replace(processor.options, pads_to_square=True))
+    images = ImagePreparer(padding, MediaSettings())
+    data = encoded(noise(20, 2100))
+    assert images.prepare(PLAIN, data, nothing, nothing) == in_thread(padding, data)
+    assert len(helpers()) == 1
     images.close()
 
 
