@@ -240,7 +240,7 @@ def test_idle_processes_end(processor: ImageProcessor) -> None:
     for _ in range(2):
         prepare(pool)
         wait_for(lambda: not helpers(), PATIENCE_S, "the process has ended")
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) == num_open, PATIENCE_S, "nothing of it is left")
     pool.close()
 
 
