@@ -138,16 +138,13 @@ class ImageProcesses:
     def _start(self) -> "_Process":
         process = None
         try:
-            process = _Process(self._timeout_s)
-            with self._changed:
-                self._all.add(process)
-                if self._is_closed:
-                    process.kill()
+            process = self._launch()
             process.set_up(Setup(self._processor.media, self._processor.options))
         except Exception as error:
             with self._changed:
                 if process is not None:
                     self._end(process)
+                self._changed.notify_all()
                 if self._is_closed:
                     raise OverloadedError("the server is shutting down") from error
                 if not isinstance(error, OSError):
@@ -155,10 +152,19 @@ class ImageProcesses:
                 self._retry_at = time.monotonic() + _RETRY_S
                 self._reason = str(error) or "it did not answer in time"
                 raise CannotStartError(self._reason) from error
+        return process
+
+    def _launch(self) -> "_Process":
+        process = None
+        try:
+            process = _Process(self._timeout_s)
         finally:
             with self._changed:
                 self._num_starting -= 1
-                self._changed.notify_all()
+                if process is not None:
+                    self._all.add(process)
+                    if self._is_closed:
+                        process.kill()
         return process
 
     def _give_back(self, process: "_Process") -> None:
