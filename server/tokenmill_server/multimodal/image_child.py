@@ -35,6 +35,8 @@ from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.processor import ImageProcessor
 
 _PR_SET_PDEATHSIG = 1
+_NICENESS = 10
+"""Streams go first where cores are few: an event loop that wakes up gets its core sooner."""
 
 
 class _UnwantedError(Exception):
@@ -95,10 +97,11 @@ def _limit(kind: int, wanted: int) -> None:
 
 def confine() -> None:
     """This process ends with its parent (with the thread that started it, which lives as long) and not before: signals
-    that a whole group of processes gets are the parent's affair. It writes no files."""
+    that a whole group of processes gets are the parent's affair. It writes no files, and leaves cores to others."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
 
