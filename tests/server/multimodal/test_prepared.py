@@ -15,7 +15,7 @@ from tests.support.prepared_items import WatchedProcessor, source
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.media_store import media_bytes
 from tokenmill_engine.messages import MediaItem
-from tokenmill_server.multimodal import loader as loading_of_images
+from tokenmill_server.multimodal import image_preparer
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.items import PreparedItem
@@ -108,7 +108,7 @@ async def test_a_known_file_is_neither_decoded_nor_prepared_again(server: Server
     def never(*_arguments: object) -> Picture:
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(loading_of_images, "decode", never)
+    monkeypatch.setattr(image_preparer, "opened", never)
     (again,) = await server.load(source(url))
     with media_host(picture=answer(encoded(noise(40, 60)))) as host:
         (fetched,) = await server.load(source(host.url("/picture")))
