@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tokenmill_engine.ipc.object_store import Lease
 from tokenmill_engine.messages import MediaItem, MediaTensor
 
@@ -40,3 +43,9 @@ class PreparedItem:
     def without_tensors(self) -> "PreparedItem":
         """All that is needed of it if its tensors are elsewhere."""
         return replace(self, tensors={}, parts=tuple(part.without_tensors() for part in self.parts))
+
+
+def media_tensor(values: NDArray[np.uint8] | NDArray[np.float32]) -> MediaTensor:
+    """`values` of any shape as messages have them, copied only if they are not contiguous."""
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    return MediaTensor(values.dtype.name, values.shape, data.toreadonly())

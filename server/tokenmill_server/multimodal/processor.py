@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tokenmill_engine.config.media import MediaConfig
-from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.bands import on_canvas, resized
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.image_options import ImageOptions
-from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.items import PreparedItem, media_tensor
 from tokenmill_server.multimodal.keys import media_key
 from tokenmill_server.multimodal.processor_kwargs import NOTHING_SAID, ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
@@ -29,7 +28,7 @@ Detail = Literal["auto", "low", "high"]
 Pixels = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-_MAX_ASPECT_RATIO = 200
+MAX_ASPECT_RATIO = 200
 _BYTES_PER_PIXEL = 16
 """Four each for the image as it is stored, in RGB, and resized; three each for its pixels in rows and in patches. Some
 decoders have the whole image a second time."""
@@ -45,7 +44,7 @@ class ImageProcessor:
         self.media, self.options = media, options
         """What it was made of: another process may make the same."""
         self._tokens_per_image, self._views = media.vision.tokens_per_image, media.views
-        self._values = _tensor(_value_table(options))
+        self._values = media_tensor(_value_table(options))
         self._has_sizes = options.method == "qwen2_vl"
 
     def num_tokens(self, picture: Picture, detail: Detail = "auto", said: ProcessorKwargs = NOTHING_SAID) -> int:
@@ -96,7 +95,7 @@ class ImageProcessor:
             pixels, grid = _viewed(picture.image, options), _views_grid(picture.height, picture.width, options)
         else:
             pixels, grid = _square(picture.image, options).transpose(2, 0, 1), None
-        tensors = {"pixel_values": _tensor(pixels), "values": self._values}
+        tensors = {"pixel_values": media_tensor(pixels), "values": self._values}
         return PreparedItem("image", key, self.num_tokens(picture, detail, said), grid, tensors)
 
     def _options_for(self, detail: Detail, said: ProcessorKwargs) -> ImageOptions:
@@ -151,9 +150,9 @@ def qwen2_vl_size(height: int, width: int, options: ImageOptions) -> tuple[int, 
 
     Raises MediaError for proportions that the model does not take.
     """
-    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise MediaError(
-            f"the image has {width} x {height} pixels; one side may be at most {_MAX_ASPECT_RATIO} times the other"
+            f"the image has {width} x {height} pixels; one side may be at most {MAX_ASPECT_RATIO} times the other"
         )
     factor = options.patch_size * options.merge_size
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
@@ -182,9 +181,9 @@ def _value_table(options: ImageOptions) -> Floats:
 def _shortest_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
     short, long = min(height, width), max(height, width)
     other = int(edge * long / short)
-    if other > edge * _MAX_ASPECT_RATIO:
+    if other > edge * MAX_ASPECT_RATIO:
         raise MediaError(
-            f"the image has {width} x {height} pixels; one side may be at most {_MAX_ASPECT_RATIO} times the other"
+            f"the image has {width} x {height} pixels; one side may be at most {MAX_ASPECT_RATIO} times the other"
         )
     return (other, edge) if width <= height else (edge, other)
 
@@ -212,8 +211,3 @@ def _pad_to_square(image: Image.Image, mean: tuple[float, float, float] | None) 
         )
     colour = (0, 0, 0) if mean is None else tuple(int(value * 255) for value in mean)
     return on_canvas(image, (side, side), ((side - width) // 2, (side - height) // 2), colour)
-
-
-def _tensor(values: Pixels | Floats) -> MediaTensor:
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    return MediaTensor(values.dtype.name, values.shape, data.toreadonly())

@@ -7,7 +7,7 @@ from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.flights import Admit
-from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.items import PreparedItem, media_tensor
 from tokenmill_server.multimodal.prepared import Find
 from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
 from tokenmill_server.multimodal.video_options import VideoOptions
@@ -36,7 +36,7 @@ class VideoPreparer:
         self._options = options
         self._settings = settings
         self._max_item_tokens = max_item_tokens
-        self._values = _tensor(value_table(options))
+        self._values = media_tensor(value_table(options))
 
     def options_text(self, wishes: MediaWishes) -> str:
         """All that decides, beside the file, what `prepare` makes of it."""
@@ -81,7 +81,7 @@ class VideoPreparer:
         return PreparedItem("video", key, plan.num_tokens, plan.grid, {}, parts=tuple(parts), times=plan.timestamps)
 
     def _tensors(self, patches: NDArray[np.uint8]) -> dict[str, MediaTensor]:
-        return {"pixel_values": _tensor(patches), "values": self._values}
+        return {"pixel_values": media_tensor(patches), "values": self._values}
 
     def _sampling(self, wishes: MediaWishes) -> Sampling:
         return Sampling(
@@ -102,8 +102,3 @@ class VideoPreparer:
         length = (num_steps - 1) * plan.seconds_per_step * self._media.tokens_per_second
         if length >= self._media.positions_per_token * plan.num_tokens:
             raise MediaError("the video is too long for so few of its frames; have more of them looked at")
-
-
-def _tensor(values: NDArray[np.uint8] | NDArray[np.float32]) -> MediaTensor:
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    return MediaTensor(values.dtype.name, values.shape, data.toreadonly())

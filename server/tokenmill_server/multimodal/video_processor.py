@@ -13,6 +13,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.processor import MAX_ASPECT_RATIO
 from tokenmill_server.multimodal.video_options import VideoOptions
 from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts
 from tokenmill_server.multimodal.video_sampling import Sampling, sample_frames, seconds_between_steps, timestamps
@@ -21,7 +22,6 @@ Pixels = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Grid = tuple[int, int, int]
 
-_MAX_ASPECT_RATIO = 200
 _BUDGET_SHARE = 0.9
 _FLOOR_SHARE = 1.05
 """With `caps_pixels`: of the tokens that a video may have, and of the smallest frame."""
@@ -76,9 +76,9 @@ def frame_size(height: int, width: int, num_frames: int, options: VideoOptions) 
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise MediaError(
-            f"the video has frames of {width} x {height} pixels; one side may be at most {_MAX_ASPECT_RATIO} times "
+            f"the video has frames of {width} x {height} pixels; one side may be at most {MAX_ASPECT_RATIO} times "
             "the other"
         )
     step = options.temporal_patch_size

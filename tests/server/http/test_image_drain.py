@@ -10,33 +10,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.api_server import Server, engine_config, run_server
+from tests.support.api_server import Server, run_server
+from tests.support.media_api import qwen
 from tests.support.media_host import MediaHost, answer, media_host
 from tests.support.pictures import encoded, noise
 from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error
-from tests.support.tiny_media_models import cached_tiny_media_model
-from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.ipc.control import Drain, Drained
 from tokenmill_server.multimodal.settings import MediaSettings
 
 PATH = "/v1/chat/completions"
 SETTINGS = MediaSettings(allowed_domains=("localhost",), fetch_timeout_s=600.0, loading_threads=2)
-
-
-def qwen() -> EngineConfig:
-    files = resolve_model(str(cached_tiny_media_model("qwen2_vl")))
-    return engine_config(
-        name=files.name,
-        path=files.path,
-        tokenizer_path=files.tokenizer_path,
-        architecture=files.architecture,
-        load_format="safetensors",
-        eos_token_ids=files.eos_token_ids,
-        media=files.media,
-        max_model_len=1024,
-    )
 
 
 @pytest.fixture

@@ -13,34 +13,19 @@ import pytest
 from openai import OpenAI
 from transformers import Qwen2VLImageProcessorPil
 
-from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
+from tests.support.api_server import MODEL_NAME, Server, run_server
+from tests.support.media_api import qwen
 from tests.support.media_host import MediaHost, answer, media_host, redirect
 from tests.support.media_items import seen_values
 from tests.support.pictures import data_url, encoded, noise, picture_url
 from tests.support.sse import is_error, post_stream
 from tests.support.tiny_media_models import ADDED_TOKENS, IMAGE_PAD, cached_tiny_media_model
-from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.messages import AddRequest
 from tokenmill_server.multimodal.settings import MediaSettings, PromptLimits
 from tokenmill_server.processing.tokenizer import load_tokenizer
 
 PATH = "/v1/chat/completions"
 PAD = ADDED_TOKENS[IMAGE_PAD]
-
-
-def qwen() -> EngineConfig:
-    files = resolve_model(str(cached_tiny_media_model("qwen2_vl")))
-    return engine_config(
-        name=files.name,
-        path=files.path,
-        tokenizer_path=files.tokenizer_path,
-        architecture=files.architecture,
-        load_format="safetensors",
-        eos_token_ids=files.eos_token_ids,
-        media=files.media,
-        max_model_len=1024,
-    )
 
 
 @pytest.fixture(scope="module")

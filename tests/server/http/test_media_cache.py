@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
+from tests.support.api_server import MODEL_NAME, Server, run_server
+from tests.support.media_api import qwen
 from tests.support.pictures import data_url, encoded, noise, picture_url
 from tests.support.sse import is_error, post_stream
-from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.media_store import MediaStore
 from tokenmill_engine.messages import AddRequest
 from tokenmill_server.multimodal.settings import GIB, MediaSettings
@@ -26,18 +25,8 @@ SMALL = 3 * 17_000
 """Bytes for about three images of 50 x 50 pixels."""
 
 
-def qwen() -> EngineConfig:
-    files = resolve_model(str(cached_tiny_media_model("qwen2_vl")))
-    config = engine_config(
-        name=files.name,
-        path=files.path,
-        tokenizer_path=files.tokenizer_path,
-        architecture=files.architecture,
-        load_format="safetensors",
-        eos_token_ids=files.eos_token_ids,
-        media=files.media,
-        max_model_len=1024,
-    )
+def counted_qwen() -> EngineConfig:
+    config = qwen()
     namespaces = dataclasses.replace(config.observability, metrics_namespaces=("vllm",))
     return dataclasses.replace(config, observability=namespaces)
 
@@ -45,7 +34,7 @@ def qwen() -> EngineConfig:
 def serving(cache_bytes: int, num_engines: int = 1, **options: Any) -> Any:
     engine_options = {"max_model_len": 1024, "media": MediaStore(cache_bytes if num_engines == 1 else 0)}
     media = MediaSettings(cache_gb=cache_bytes / GIB, loading_threads=2)
-    return run_server(num_engines, engine=qwen(), engine_options=engine_options, media=media, **options)
+    return run_server(num_engines, engine=counted_qwen(), engine_options=engine_options, media=media, **options)
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ async def test_results_and_errors_pass() -> None:
         await under_way.wait(fails())
 
 
-async def test_who_waits_is_told_why_it_ends() -> None:
-    under_way, began, cancelled = UnderWay(), asyncio.Event(), asyncio.Event()
+async def begun(under_way: UnderWay) -> tuple[asyncio.Future[None], asyncio.Event]:
+    """Who waits for endless work that has begun, and whether that was cancelled."""
+    began, cancelled = asyncio.Event(), asyncio.Event()
 
     async def endless() -> None:
         began.set()
@@ -39,6 +40,12 @@ async def test_who_waits_is_told_why_it_ends() -> None:
 
     waiting = asyncio.ensure_future(under_way.wait(endless()))
     await began.wait()
+    return waiting, cancelled
+
+
+async def test_who_waits_is_told_why_it_ends() -> None:
+    under_way = UnderWay()
+    waiting, cancelled = await begun(under_way)
     under_way.give_up(REASON)
     with pytest.raises(ShuttingDownError, match="enough"):
         await waiting
@@ -48,17 +55,8 @@ async def test_who_waits_is_told_why_it_ends() -> None:
 
 
 async def test_a_caller_that_is_cancelled_takes_its_work_along() -> None:
-    under_way, began, cancelled = UnderWay(), asyncio.Event(), asyncio.Event()
-
-    async def endless() -> None:
-        began.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    waiting = asyncio.ensure_future(under_way.wait(endless()))
-    await began.wait()
+    under_way = UnderWay()
+    waiting, cancelled = await begun(under_way)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
