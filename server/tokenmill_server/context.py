@@ -13,7 +13,7 @@ from tokenmill_server.config import ServerConfig
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.multimodal.chat import MediaChats
 from tokenmill_server.multimodal.parts import MediaParts
-from tokenmill_server.multimodal.wishes import MediaWishes
+from tokenmill_server.multimodal.wishes import MediaWishes, read_wishes
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.readiness import Readiness
@@ -51,16 +51,7 @@ class ServerContext:
 
     def media_wishes(self, io: dict[str, Any] | None, processor: dict[str, Any] | None) -> MediaWishes | None:
         """How a request wants its media. Raises InvalidRequestError for what this server does not allow."""
-        if self.media is not None:
-            return self.media.wishes.read(io, processor)
-        for name, value in (("media_io_kwargs", io), ("mm_processor_kwargs", processor)):
-            if value:
-                raise InvalidRequestError(
-                    f"the model {self.model_name} takes text only: {name} is not supported",
-                    name,
-                    "unsupported_parameter",
-                )
-        return None
+        return read_wishes(None if self.media is None else self.media.wishes, self.model_name, io, processor)
 
     def engine_of(self, rank: int) -> int:
         """The engine core with data-parallel rank `rank`. Raises InvalidRequestError if it is not one of this

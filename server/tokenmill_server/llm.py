@@ -26,6 +26,7 @@ from tokenmill_server.media_segments import create_segments, open_store
 from tokenmill_server.multimodal.chat import make_media_chats
 from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.multimodal.parts import MediaParts
+from tokenmill_server.multimodal.wishes import MediaWishes, read_wishes
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
@@ -84,7 +85,8 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Completes each prompt; outputs are in the order of the prompts.
+        """Completes each prompt; outputs are in the order of the prompts. Images and videos go into a mapping:
+        `{"prompt": "... <image> ...", "multi_modal_data": {"image": image}}`.
 
         `sampling_params` is one for all or one per prompt; None takes the model's own defaults.
 
@@ -93,7 +95,7 @@ class LLM:
             RequestError: a prompt or its parameters are wrong, which the message numbers; nothing was generated.
             EngineDeadError: an engine core died.
         """
-        items = items_of(prompts)
+        items = items_of(prompts, self._media_parts)
         sampling = self._sampling_list(sampling_params, len(items))
         return self._run(items, sampling, priorities_of(priority, len(items)), use_tqdm=use_tqdm)
 
@@ -116,9 +118,7 @@ class LLM:
             continue_final_message=continue_final_message,
             template_variables=chat_template_kwargs or {},
         )
-        wishes = None
-        if self._media is not None:
-            wishes = self._media.wishes.read(media_io_kwargs, mm_processor_kwargs, is_local=True)
+        wishes = self._wishes(media_io_kwargs, mm_processor_kwargs)
         items = [
             Item(conversation=conversation, chat_options=options, wishes=wishes)
             if conversation.sources
@@ -141,6 +141,10 @@ class LLM:
 
     def _media_parts(self) -> MediaParts:
         return MediaParts(self._name) if self._media is None else self._media.parts(self._name, local=True)
+
+    def _wishes(self, io: Mapping[str, Any] | None, processor: Mapping[str, Any] | None) -> MediaWishes | None:
+        reader = None if self._media is None else self._media.wishes
+        return read_wishes(reader, self._name, io, processor, is_local=True)
 
     def _sampling_list(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -184,6 +188,9 @@ class LLM:
                 prompt = await self.input_processor.encode_text(item.text, item.add_special_tokens)
             else:
                 prompt = self.input_processor.take_token_ids(item.token_ids)
+            wishes = self._wishes(None, item.processor_kwargs)
+            if item.sources and self._media is not None:
+                prompt = await self._media.fill(prompt, MediaRequest(item.sources, wishes))
             self._num_requests += 1
             return self.input_processor.build(
                 prompt, sampling, label=str(self._num_requests), priority=priority, cache_salt=item.cache_salt

@@ -12,15 +12,20 @@ import msgspec
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.multimodal.given import given_media
 from tokenmill_server.multimodal.parts import MediaParts, MediaSource
 from tokenmill_server.multimodal.wishes import MediaWishes
 from tokenmill_server.processing.chat_template import Message
 from tokenmill_server.processing.input_processor import ChatOptions
+from tokenmill_server.processing.shown import shown
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with optional `cache_salt`."""
+"""Text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with optional `cache_salt`,
+`multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`."""
 
 _PROMPT_KINDS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids")
+_BESIDE_PROMPTS = ("cache_salt", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 _LIST_FIELDS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 _PYTHON_WORDS = {"array": "list", "object": "dict", "null": "None"}
@@ -44,25 +49,30 @@ class Item:
     add_special_tokens: bool = True
     cache_salt: str | None = None
     conversation: Conversation | None = None
+    sources: Sequence[MediaSource] = ()
+    """Media of text or token ids."""
+    processor_kwargs: Mapping[str, Any] | None = None
+    """How these are to be prepared, as the user wrote it."""
     wishes: MediaWishes | None = None
-    """How its media are read and prepared."""
+    """How the media of a conversation are read and prepared."""
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
 
 
-def items_of(prompts: PromptInput | Sequence[PromptInput]) -> list[Item]:
-    """The prompts of one call. A list of token ids is one prompt, a list of anything else is a list of prompts.
+def items_of(prompts: PromptInput | Sequence[PromptInput], parts: Callable[[], MediaParts]) -> list[Item]:
+    """The prompts of one call. A list of token ids is one prompt, a list of anything else is a list of prompts. `parts`
+    knows which media the model takes.
 
     Raises:
         TypeError: something else was given.
-        InvalidRequestError: a mapping has wrong keys.
+        InvalidRequestError: a mapping has wrong keys, or media that the model does not take.
     """
     if isinstance(prompts, str | Mapping):
-        return [_item(prompts, "the prompt")]
+        return [_item(prompts, "the prompt", parts)]
     if not _is_list(prompts):
         raise TypeError(f"a prompt is {_PROMPT_KINDS}, and prompts are a list of these; got {_type_name(prompts)}")
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [_item(prompts, "the prompt")]
-    return [_item(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+        return [_item(prompts, "the prompt", parts)]
+    return [_item(prompt, f"prompt {index}", parts) for index, prompt in enumerate(prompts)]
 
 
 def priorities_of(given: Sequence[int] | None, count: int) -> list[int]:
@@ -81,31 +91,40 @@ def priorities_of(given: Sequence[int] | None, count: int) -> list[int]:
     return list(given)
 
 
-def _item(prompt: object, label: str) -> Item:
+def _item(prompt: object, label: str, parts: Callable[[], MediaParts]) -> Item:
     if isinstance(prompt, str):
         return Item(text=prompt)
-    if not isinstance(prompt, Mapping):
-        if not _is_list(prompt):
-            raise TypeError(f"{label} must be {_PROMPT_KINDS}; got {_type_name(prompt)}")
-        return Item(token_ids=list(prompt))
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-    if unknown or len(set(prompt) & {"prompt", "prompt_token_ids"}) != 1:
+    if isinstance(prompt, Mapping):
+        return _mapping_item(prompt, label, parts)
+    if not _is_list(prompt):
+        raise TypeError(f"{label} must be {_PROMPT_KINDS}; got {_type_name(prompt)}")
+    return Item(token_ids=list(prompt))
+
+
+def _mapping_item(prompt: Mapping[str, Any], label: str, parts: Callable[[], MediaParts]) -> Item:
+    unknown = [key for key in prompt if key not in (*_PROMPT_FIELDS, *_BESIDE_PROMPTS)]
+    if unknown or sum(field in prompt for field in _PROMPT_FIELDS) != 1:
+        wrong = f"{shown(unknown[0])}, which is not known" if unknown else "both of these, or neither"
         raise InvalidRequestError(
-            "a prompt mapping has either `prompt` or `prompt_token_ids`, and perhaps `cache_salt`"
-            + ("; images and videos go into messages of LLM.chat" if "multi_modal_data" in unknown else "")
+            "a prompt mapping has either `prompt` or `prompt_token_ids`, and perhaps "
+            f"{', '.join(f'`{name}`' for name in _BESIDE_PROMPTS)}; {label} has {wrong}"
         )
-    salt = prompt.get("cache_salt")
+    salt, kwargs = prompt.get("cache_salt"), prompt.get("mm_processor_kwargs")
     if salt is not None and not isinstance(salt, str):
         raise TypeError(f"cache_salt of {label} must be text; got {_type_name(salt)}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"mm_processor_kwargs of {label} must be a dict; got {_type_name(kwargs)}")
+    sources = tuple(given_media(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"), parts(), label))
     if "prompt" in prompt:
         if not isinstance(prompt["prompt"], str):
             raise TypeError(f"`prompt` of {label} must be text; got {_type_name(prompt['prompt'])}")
-        return Item(text=prompt["prompt"], cache_salt=salt)
+        return Item(text=prompt["prompt"], cache_salt=salt, sources=sources, processor_kwargs=kwargs)
     if not _is_list(prompt["prompt_token_ids"]):
         raise TypeError(
             f"`prompt_token_ids` of {label} must be a list of integers; got {_type_name(prompt['prompt_token_ids'])}"
         )
-    return Item(token_ids=list(prompt["prompt_token_ids"]), cache_salt=salt)
+    ids = list(prompt["prompt_token_ids"])
+    return Item(token_ids=ids, cache_salt=salt, sources=sources, processor_kwargs=kwargs)
 
 
 def conversations_of(

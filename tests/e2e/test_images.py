@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from tests.support.media_host import answer, media_host
 from tests.support.pictures import data_url, encoded, noise
 from tests.support.server import start_server
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
-from tokenmill import LLM, SamplingParams
+from tokenmill import LLM, RequestOutput, SamplingParams
+from tokenmill_engine.errors import InvalidRequestError
 
 pytestmark = pytest.mark.slow
 
@@ -103,8 +105,27 @@ def test_images_from_a_host(served: Served) -> None:
         assert sink.num_connections == 0
 
 
+def check_generate(llm: LLM, chat: RequestOutput, params: SamplingParams, images: list[Any]) -> None:
+    """`LLM.generate` with the text of a chat, and with its tokens, says what the chat did; other numbers of images are
+    refused."""
+    assert chat.prompt is not None
+    ids = llm.get_tokenizer().encode(chat.prompt, add_special_tokens=False)
+    assert len(ids) < len(chat.prompt_token_ids)
+    beside = {"multi_modal_data": {"image": images}}
+    prompts = [{"prompt": chat.prompt, **beside}, {"prompt_token_ids": ids, **beside}]
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.prompt_token_ids == chat.prompt_token_ids
+        assert output.outputs[0].token_ids == chat.outputs[0].token_ids
+    with pytest.raises(
+        InvalidRequestError, match=r"prompt 0: the prompt has 2 places for images, .* 1 images; write <"
+    ):
+        llm.generate({"prompt": chat.prompt, "multi_modal_data": {"image": images[0]}}, params)
+    with pytest.raises(InvalidRequestError, match=f"has {len(chat.prompt_token_ids) - len(ids) + 2} places for images"):
+        llm.generate({"prompt_token_ids": chat.prompt_token_ids, **beside}, params)
+
+
 def test_offline(folder: Path) -> None:
-    """`LLM.chat`, with an address and with an image itself."""
+    """`LLM.chat`, with an address and with an image itself; and `LLM.generate`."""
     oracle = ImageOracle(folder)
     pixels, other = noise(30, 40), noise(28, 70, 5)
     content = [
@@ -119,6 +140,7 @@ def test_offline(folder: Path) -> None:
             ids = output.outputs[0].token_ids
             assert len(ids) == COUNT
             assert ids == oracle.greedy(output.prompt_token_ids, [pixels, other], ids)
+        check_generate(llm, output, params, [Image.fromarray(pixels), other])
         (plain,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
         ids = plain.outputs[0].token_ids
         assert ids == oracle.greedy(plain.prompt_token_ids, [], ids)

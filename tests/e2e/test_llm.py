@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from tests.support.processes import wait_for_ends
 from tests.support.server import PATIENCE_S, Server, wait_for
@@ -131,6 +132,24 @@ def test_mistakes_name_the_prompt_and_generate_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="every message is a mapping with a `role`"):
         llm.chat([{"content": "a"}], GREEDY)
     assert llm.generate("a", GREEDY)
+
+
+def test_a_model_of_text_alone_refuses_media(llm: LLM, tiny_model: Path) -> None:
+    image, said = Image.new("RGB", (8, 8)), {"max_pixels": 64}
+    with pytest.raises(InvalidRequestError, match=r"images in multi_modal_data of prompt 0 .* takes text only"):
+        llm.generate([{"prompt": "a", "multi_modal_data": {"image": image}}], GREEDY)
+    with pytest.raises(InvalidRequestError, match="takes text only: mm_processor_kwargs is not supported"):
+        llm.generate({"prompt": "a", "mm_processor_kwargs": said}, GREEDY)
+    content = [{"type": "image_pil", "image_pil": image}]
+    with pytest.raises(InvalidRequestError, match=r"parts of type 'image_pil' are not supported: .* takes text only"):
+        llm.chat([{"role": "user", "content": content}], GREEDY)
+    hello = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(InvalidRequestError, match="takes text only: mm_processor_kwargs is not supported"):
+        llm.chat(hello, GREEDY, mm_processor_kwargs=said)
+    with pytest.raises(InvalidRequestError, match="takes text only: media_io_kwargs is not supported"):
+        llm.chat(hello, GREEDY, media_io_kwargs={"video": {"fps": 1}})
+    with pytest.raises(ConfigError, match=r"limit_mm_per_prompt.*: the model .* takes text only; leave it out"):
+        LLM(tiny_model, limit_mm_per_prompt={"image": 2}, **FLAGS)
 
 
 def test_the_tokenizer(llm: LLM) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
@@ -142,7 +143,7 @@ def test_a_refused_video_leaves_nothing_behind(served: Served) -> None:
 
 
 def test_offline(folder: Path) -> None:
-    """`LLM.chat` says the same."""
+    """`LLM.chat` says the same, and `LLM.generate` with the frames themselves."""
     oracle = MediaOracle(folder)
     messages = [{"role": "user", "content": [video(VIDEO), {"type": "text", "text": "what?"}]}]
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
@@ -151,5 +152,15 @@ def test_offline(folder: Path) -> None:
         ids = output.outputs[0].token_ids
         assert len(ids) == COUNT
         assert ids == oracle.answer(output.prompt_token_ids, [SHOWN], ids)
-        (fewer,) = llm.chat(messages, params, use_tqdm=False, mm_processor_kwargs={"num_frames": 4})
+        said: dict[str, Any] = {"num_frames": 4}
+        (fewer,) = llm.chat(messages, params, use_tqdm=False, mm_processor_kwargs=said)
         assert len(fewer.prompt_token_ids) < len(output.prompt_token_ids)
+        chosen = {"fps": 4, "total_num_frames": 20, "frames_indices": WANTED}
+        frames = decoded(VIDEO)
+        prompts = [
+            {"prompt": output.prompt, "multi_modal_data": {"video": (np.stack(SHOWN.frames), chosen)}},
+            {"prompt": output.prompt, "multi_modal_data": {"video": (frames, {"fps": 4})}, "mm_processor_kwargs": said},
+        ]
+        for given, wanted in zip(llm.generate(prompts, params, use_tqdm=False), (output, fewer), strict=True):
+            assert given.prompt_token_ids == wanted.prompt_token_ids
+            assert given.outputs[0].token_ids == wanted.outputs[0].token_ids

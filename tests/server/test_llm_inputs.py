@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tokenmill import SamplingParams
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.llm_inputs import Conversation, Item, conversations_of, items_of, priorities_of, sampling_of
-from tokenmill_server.multimodal.parts import MediaParts
+from tokenmill_server.multimodal.parts import ImageSource, MediaParts
 
 
 def parts() -> MediaParts:
@@ -27,7 +28,7 @@ def parts() -> MediaParts:
     ],
 )
 def test_prompts(prompts: Any, items: list[Item]) -> None:
-    assert items_of(prompts) == items
+    assert items_of(prompts, parts) == items
 
 
 @pytest.mark.parametrize(
@@ -40,20 +41,43 @@ def test_prompts(prompts: Any, items: list[Item]) -> None:
         ({"prompt": 5}, "`prompt` of the prompt must be text; got int"),
         ([{"prompt_token_ids": 5}], "`prompt_token_ids` of prompt 0 must be a list of integers; got int"),
         ([{"prompt": "a", "cache_salt": 5}], "cache_salt of prompt 0 must be text; got int"),
+        ({"prompt": "a", "mm_processor_kwargs": 5}, "mm_processor_kwargs of the prompt must be a dict; got int"),
     ],
 )
 def test_what_is_no_prompt(prompts: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        items_of(prompts)
+        items_of(prompts, parts)
 
 
-def test_images_beside_a_prompt_are_refused_with_what_takes_them() -> None:
-    prompt: Any = {"prompt": "a", "multi_modal_data": {"image": object()}}
-    with pytest.raises(InvalidRequestError, match=r"images and videos go into messages of LLM\.chat"):
-        items_of([prompt])
-    other: Any = {"prompt": "a", "prompt_token_ids": [1]}
-    with pytest.raises(InvalidRequestError, match=r"perhaps `cache_salt`$"):
-        items_of([other])
+def test_what_a_prompt_mapping_has() -> None:
+    for prompt, wrong in (
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt 0 has both of these, or neither"),
+        ({"cache_salt": "s"}, "prompt 0 has both of these, or neither"),
+        ({"prompt": "a", "multi_model_data": {}}, "prompt 0 has 'multi_model_data', which is not known"),
+    ):
+        with pytest.raises(InvalidRequestError, match=rf"perhaps `cache_salt`, `multi_modal_data`, .*; {wrong}$"):
+            items_of([prompt], parts)
+
+
+def test_media_beside_a_prompt() -> None:
+    image = Image.new("RGB", (2, 3))
+    sources = (ImageSource(image, "auto", "multi_modal_data['image'][0]"),)
+    said = {"max_pixels": 4}
+    beside: Any = {"multi_modal_data": {"image": image}, "mm_processor_kwargs": said}
+
+    def of_images() -> MediaParts:
+        return MediaParts("tiny", images=True, local=True)
+
+    assert items_of([{"prompt": "a", **beside}, {"prompt_token_ids": [1], **beside}], of_images) == [
+        Item(text="a", sources=sources, processor_kwargs=said),
+        Item(token_ids=[1], sources=sources, processor_kwargs=said),
+    ]
+    empty: Any = {"prompt": "a", "multi_modal_data": None, "multi_modal_uuids": None, "mm_processor_kwargs": None}
+    assert items_of(empty, parts) == [Item(text="a")]
+    with pytest.raises(
+        InvalidRequestError, match="images in multi_modal_data of prompt 0 are not supported: the model"
+    ):
+        items_of([{"prompt": "a", **beside}], parts)
 
 
 def test_sampling_parameters_are_written_as_people_do() -> None:

@@ -7,8 +7,11 @@ from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.config.model_files import ModelFiles
 from tokenmill_engine.config.parallel import check_encoder_parallel, check_first_stage
 from tokenmill_engine.config.stages import share_layers
+from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.values import FlagValues
-from tokenmill_server.multimodal.settings import PromptLimits
+from tokenmill_server.multimodal.processor_kwargs import NOTHING_SAID
+from tokenmill_server.multimodal.settings import MOST_ITEMS, PromptLimits
+from tokenmill_server.multimodal.video_reading import VideoReading
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +25,29 @@ def with_wanted_media(files: ModelFiles, values: FlagValues) -> ModelFiles:
     if values["language_model_only"] and values.is_given("limit_mm_per_prompt") and limits != PromptLimits(0, 0):
         values.settle("language_model_only", "limit_mm_per_prompt", "a model of text alone takes no images or videos")
     media = files.media
-    if media is None or not (values["language_model_only"] or _takes_nothing(media, limits)):
+    if media is None:
+        _check_text_alone(files, values)
+        return files
+    if not (values["language_model_only"] or _takes_nothing(media, limits)):
         return files
     return replace(files, media=None)
+
+
+def _check_text_alone(files: ModelFiles, values: FlagValues) -> None:
+    """Raises ConfigError for a flag that says something of media which the model does not take. The environment may be
+    that of several servers."""
+    limits: PromptLimits | None = values["limit_mm_per_prompt"]
+    asks = {
+        "limit_mm_per_prompt": limits is not None and not {limits.images, limits.videos} <= {0, MOST_ITEMS},
+        "media_io_kwargs": values["media_io_kwargs"] not in (None, VideoReading()),
+        "mm_processor_kwargs": values["mm_processor_kwargs"] not in (None, NOTHING_SAID),
+    }
+    for key in asks:
+        if asks[key] and key not in values.from_environment:
+            raise ConfigError(
+                f"{values.written(key)}: the model {files.name} takes text only; leave it out, or serve a model that "
+                "looks at images"
+            )
 
 
 def _takes_nothing(media: MediaConfig, limits: PromptLimits) -> bool:

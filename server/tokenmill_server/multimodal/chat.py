@@ -1,6 +1,6 @@
 """From a conversation with media to a prompt with media: joins templates and tokenizer with the loading of media."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
 from tokenmill_server.multimodal.media_request import MediaLimits, MediaRequest
-from tokenmill_server.multimodal.parts import ImageSource, MediaParts, check_num_media
+from tokenmill_server.multimodal.parts import ImageSource, MediaParts, MediaSource, check_num_media
 from tokenmill_server.multimodal.placement import place_caches
 from tokenmill_server.multimodal.prepared import PreparedMedia
 from tokenmill_server.multimodal.processor import ImageProcessor
@@ -58,12 +58,7 @@ class MediaChats:
 
         Raises InvalidRequestError for one that cannot be had, and if the prompt would have to be cut.
         """
-        sources = request.sources
-        check_num_media(sources, self._limits)
-        if self._limits.one_view_of_several and sum(isinstance(source, ImageSource) for source in sources) > 1:
-            sources = [
-                replace(source, detail="low") if isinstance(source, ImageSource) else source for source in sources
-            ]
+        sources = self._checked(request)
         placeholders, typed = self._placeholders, TypedTokens(self._placeholders.tokens)
         hidden = placeholders.prepared(typed.hidden(messages))
         variables = typed.hidden(options.template_variables)
@@ -71,12 +66,33 @@ class MediaChats:
         text, are_places = typed.shown(rendered, [source.kind for source in sources])
         # Whatever is wrong with the text is known before anything is fetched.
         prompt = await self._inputs.encode_text(text, options.add_special_tokens, param="messages")
+        return await self._filled(prompt, are_places, replace(request, sources=sources), truncation)
+
+    async def fill(self, prompt: Prompt, request: MediaRequest) -> Prompt:
+        """`prompt` with media in the place of its tokens for images and videos, of which it has one for each.
+
+        Raises InvalidRequestError if it has not, or for media that cannot be had.
+        """
+        sources = self._checked(request)
+        are_places = self._placeholders.places(prompt.token_ids, [source.kind for source in sources])
+        return await self._filled(prompt, are_places, replace(request, sources=sources))
+
+    def _checked(self, request: MediaRequest) -> Sequence[MediaSource]:
+        """The media as the model sees them."""
+        sources = request.sources
+        check_num_media(sources, self._limits)
+        if self._limits.one_view_of_several and sum(isinstance(source, ImageSource) for source in sources) > 1:
+            return [replace(source, detail="low") if isinstance(source, ImageSource) else source for source in sources]
+        return sources
+
+    async def _filled(
+        self, prompt: Prompt, are_places: Sequence[bool], request: MediaRequest, truncation: Truncation | None = None
+    ) -> Prompt:
         self._inputs.check_fits(len(prompt.token_ids), prompt.param)
-        room = TokenRoom(
-            self._inputs.max_model_len - len(prompt.token_ids) + len(sources), self._limits.max_image_tokens
-        )
+        sources, most = request.sources, self._inputs.max_model_len
+        room = TokenRoom(most - len(prompt.token_ids) + len(sources), self._limits.max_image_tokens)
         loaded = await self._under_way.wait(self._loader.load(sources, room, request.scope, request.wishes))
-        expanded = placeholders.expand(prompt.token_ids, are_places, [each.item for each in loaded])
+        expanded = self._placeholders.expand(prompt.token_ids, are_places, [each.item for each in loaded])
         token_ids = expanded.token_ids
         if truncation is not None and len(self._inputs.truncated(token_ids, truncation)) < len(token_ids):
             raise InvalidRequestError(

@@ -20,6 +20,7 @@ from tokenmill_server.multimodal.decoding_memory import return_large_blocks
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
 from tokenmill_server.multimodal.flights import Admit
+from tokenmill_server.multimodal.given_video import GivenVideo
 from tokenmill_server.multimodal.image_item import WantedImage
 from tokenmill_server.multimodal.image_preparer import ImagePreparer
 from tokenmill_server.multimodal.items import PreparedItem
@@ -159,9 +160,9 @@ class MediaLoader:
         try:
             if content is None:
                 return LoadedItem(self.prepared.find_given(given or b"", waiter), source.param, None)
-            if isinstance(content, Image.Image):
+            if isinstance(content, Image.Image | GivenVideo):
                 work: Prepare = partial(prepare, content)
-                item = await self.prepared.prepare(None, waiter, work, self._in_thread)
+                item = await self.prepared.prepare(None, waiter, work, self._runner(source.kind))
             elif scheme_of(content) == "data":
                 data = await self._in_thread(partial(read_data_url, content, request.budget))
                 item = await self._from_file(data, waiter, options, partial(prepare, data), source.kind)
@@ -231,9 +232,9 @@ class MediaLoader:
     ) -> PreparedItem:
         return prepare(read_data_url(url, Budget(self._settings.max_bytes)), admit, find)
 
-    def _prepare_video(self, wishes: MediaWishes, data: bytes, admit: Admit, find: Find) -> PreparedItem:
+    def _prepare_video(self, wishes: MediaWishes, video: bytes | GivenVideo, admit: Admit, find: Find) -> PreparedItem:
         assert self._videos is not None
-        return self._videos.prepare(data, wishes, admit, find)
+        return self._videos.prepare(video, wishes, admit, find)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 from PIL import Image
 
 from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.multimodal.given_video import GivenVideo
 from tokenmill_server.multimodal.processor import Detail
 from tokenmill_server.multimodal.settings import PromptLimits
 from tokenmill_server.processing.chat_template import TEXT_PARTS, text_of_content
@@ -50,8 +51,9 @@ class ImageSource:
 class VideoSource:
     """A video that a message names."""
 
-    video: str | None
-    """An address (http, https, data or file); None: it was sent before, under the same `uuid`."""
+    video: str | GivenVideo | None
+    """An address (http, https, data or file), or within a Python program the frames; None: it was sent before, under
+    the same `uuid`."""
     param: str
     """The field it came from."""
     uuid: str | None = None
@@ -59,7 +61,7 @@ class VideoSource:
     kind: ClassVar[str] = "video"
 
     @property
-    def content(self) -> str | None:
+    def content(self) -> str | GivenVideo | None:
         return self.video
 
 
@@ -75,6 +77,7 @@ class MediaParts:
         self.sources: list[MediaSource] = []
         """What was found, in order."""
         self._model = model
+        self._kinds = {"image": images, "video": videos}
         self._known = frozenset[str]()
         if images:
             self._known |= _IMAGE_KINDS | ({_LOCAL_KIND} if local else set())
@@ -83,6 +86,18 @@ class MediaParts:
         image_kinds = "image_url, image_pil" if local else "image_url"
         takes = ["text"] + [f"images ({image_kinds})"] * images + ["videos (video_url)"] * videos
         self._takes = f"{', '.join(takes[:-1])} and {takes[-1]}" if len(takes) > 1 else "text only"
+
+    def takes(self, kind: str) -> bool:
+        """Whether the model takes an `image`, or a `video`."""
+        return self._kinds[kind]
+
+    def refusal(self, what: str, param: str) -> InvalidRequestError:
+        """For `what`, which the model does not take."""
+        return InvalidRequestError(
+            f"{what} are not supported: the model {shown(self._model)} takes {self._takes} here",
+            param,
+            "unsupported_parameter",
+        )
 
     def content(self, given: Any, path: str) -> Any:
         """The content of one message: text, or, if it has media, a list of `{"type": "text", "text": ...}`,
@@ -93,12 +108,7 @@ class MediaParts:
         kinds = [_kind_of(part) for part in given] if isinstance(given, list) else []
         for index, kind in enumerate(kinds):
             if kind is not None and kind not in TEXT_PARTS and kind not in self._known:
-                raise InvalidRequestError(
-                    f"content parts of type {shown(kind)} are not supported: the model {shown(self._model)} takes "
-                    f"{self._takes} here",
-                    f"{path}[{index}].type",
-                    "unsupported_parameter",
-                )
+                raise self.refusal(f"content parts of type {shown(kind)}", f"{path}[{index}].type")
         if not self._known & set(kinds):
             return text_of_content(given, path)
         parts: list[dict[str, Any]] = []
@@ -141,7 +151,7 @@ def _source(part: dict[str, Any], kind: str, path: str) -> MediaSource:
 
 
 def _video_source(part: dict[str, Any], path: str) -> VideoSource:
-    uuid, field, value = _uuid(part, path), _VIDEO_KIND, part.get(_VIDEO_KIND)
+    uuid, field, value = uuid_of(part.get("uuid"), f"{path}.uuid"), _VIDEO_KIND, part.get(_VIDEO_KIND)
     if isinstance(value, dict):
         field, value = "video_url.url", value.get("url")
     if value is None and uuid is not None:
@@ -156,7 +166,7 @@ def _video_source(part: dict[str, Any], path: str) -> VideoSource:
 
 
 def _image_source(part: dict[str, Any], kind: str, path: str) -> ImageSource:
-    uuid = _uuid(part, path)
+    uuid = uuid_of(part.get("uuid"), f"{path}.uuid")
     if kind == _LOCAL_KIND:
         image = part.get(kind)
         if not isinstance(image, Image.Image) and (image is not None or uuid is None):
@@ -178,11 +188,11 @@ def _image_source(part: dict[str, Any], kind: str, path: str) -> ImageSource:
     return ImageSource(value, detail, f"{path}.{field}", uuid)
 
 
-def _uuid(part: dict[str, Any], path: str) -> str | None:
-    uuid = part.get("uuid")
-    if uuid is not None and (not isinstance(uuid, str) or not 0 < len(uuid) <= _MAX_UUID_CHARS):
-        raise InvalidRequestError(f"uuid must be a text of 1 to {_MAX_UUID_CHARS} characters", f"{path}.uuid")
-    return uuid
+def uuid_of(value: object, path: str) -> str | None:
+    """What a client calls an image or a video. Raises InvalidRequestError naming `path` for what is no such name."""
+    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= _MAX_UUID_CHARS):
+        raise InvalidRequestError(f"uuid must be a text of 1 to {_MAX_UUID_CHARS} characters", path)
+    return value
 
 
 def _detail(owner: dict[str, Any], path: str) -> Detail:

@@ -87,6 +87,22 @@ class Placeholders:
             for part in parts
         ]
 
+    def places(self, token_ids: Sequence[int], kinds: Sequence[str]) -> list[bool]:
+        """As `expand` wants it for a prompt that a program wrote, where every such token stands for one of `kinds`.
+
+        Raises InvalidRequestError unless there is one for each.
+        """
+        for kind, token_id in self.token_ids.items():
+            num_places, num_given = sum(each == token_id for each in token_ids), kinds.count(kind)
+            if num_places != num_given:
+                raise InvalidRequestError(
+                    f"the prompt has {num_places} places for {kind}s, and multi_modal_data {num_given} {kind}s; "
+                    f"write {self._in_text[kind]} once for each, whatever its size",
+                    "prompt",
+                )
+        tokens = set(self.token_ids.values())
+        return [True] * sum(token_id in tokens for token_id in token_ids)
+
     def expand(self, token_ids: Sequence[int], are_places: Sequence[bool], media: Sequence[PreparedItem]) -> Expanded:
         """The prompt with one token for each row. `are_places` says of each token for an image or a video in
         `token_ids`, in order, whether it stands for one; those of a kind are in the order of `media`."""

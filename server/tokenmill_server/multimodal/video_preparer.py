@@ -1,5 +1,7 @@
 """Prepares the videos of one model: decodes them, and cuts their frames into what its encoder takes."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,6 +9,7 @@ from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.flights import Admit
+from tokenmill_server.multimodal.given_video import GivenVideo, resize_frames
 from tokenmill_server.multimodal.items import PreparedItem, media_tensor
 from tokenmill_server.multimodal.prepared import Find
 from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
@@ -20,6 +23,7 @@ from tokenmill_server.multimodal.video_processor import (
     value_table,
     video_key,
 )
+from tokenmill_server.multimodal.video_reading import VideoReading
 from tokenmill_server.multimodal.video_sampling import Sampling
 from tokenmill_server.multimodal.wishes import MediaWishes
 
@@ -43,12 +47,14 @@ class VideoPreparer:
         sampling = self._sampling(wishes)
         return f"{sampling.reading} {sampling.is_stated} {sampling.options.text()}"
 
-    def prepare(self, data: bytes, wishes: MediaWishes, admit: Admit, find: Find) -> PreparedItem:
-        """The video in the file `data`. Takes long: call it in a thread.
+    def prepare(self, video: bytes | GivenVideo, wishes: MediaWishes, admit: Admit, find: Find) -> PreparedItem:
+        """The video in a file, or of these frames. Takes long: call it in a thread.
 
         Raises MediaError for what is no video, goes beyond a limit, or the model does not take; and what `admit` does.
         """
         sampling = self._sampling(wishes)
+        if isinstance(video, GivenVideo):  # no reader chooses among its frames
+            sampling = replace(sampling, reading=VideoReading(-1, -1.0), chosen=video.chosen)
         plans: list[VideoPlan] = []
 
         def choose(facts: VideoFacts) -> FramePlan:
@@ -58,7 +64,10 @@ class VideoPreparer:
             plans.append(plan)
             return plan.frames
 
-        frames = decode_video(data, self._settings, choose, lambda: admit(plans[0].num_tokens))
+        if isinstance(video, GivenVideo):
+            frames = resize_frames(video, self._settings, choose)
+        else:
+            frames = decode_video(video, self._settings, choose, lambda: admit(plans[0].num_tokens))
         (plan,) = plans
         text = sampling.options.text()
         key = video_key(plan, frames, text)

@@ -23,6 +23,8 @@ class Sampling:
     options: VideoOptions
     is_stated: bool = False
     """Whether a user said how the processor is to choose: then the reader does not choose before it."""
+    chosen: tuple[int, ...] | None = None
+    """The frames that somebody chose before: nothing else may choose."""
 
 
 def sample_frames(facts: VideoFacts, sampling: Sampling, max_frames: int) -> tuple[int, ...]:
@@ -30,11 +32,7 @@ def sample_frames(facts: VideoFacts, sampling: Sampling, max_frames: int) -> tup
 
     Raises MediaError for more than `max_frames`.
     """
-    reading = VideoReading(-1, -1.0) if sampling.is_stated else sampling.reading
-    indices = read_indices(facts, reading)
-    if len(indices) == facts.num_frames and sampling.options.samples:
-        choose = _qwen3_vl_indices if sampling.options.method == "qwen3_vl" else _qwen2_vl_indices
-        indices = choose(facts, sampling.options)
+    indices = _chosen(facts, sampling)
     if len(indices) > max_frames:
         raise MediaError(
             f"{len(indices)} frames of the video would be looked at, more than the {max_frames} that "
@@ -42,6 +40,19 @@ def sample_frames(facts: VideoFacts, sampling: Sampling, max_frames: int) -> tup
         )
     missing = sampling.options.temporal_patch_size - len(indices)
     return indices + indices[-1:] * max(0, missing)
+
+
+def _chosen(facts: VideoFacts, sampling: Sampling) -> tuple[int, ...]:
+    if sampling.chosen is not None:
+        if sampling.is_stated:
+            raise MediaError("the frames of the video were chosen already, and mm_processor_kwargs say how to choose")
+        return sampling.chosen
+    reading = VideoReading(-1, -1.0) if sampling.is_stated else sampling.reading
+    indices = read_indices(facts, reading)
+    if len(indices) == facts.num_frames and sampling.options.samples:
+        choose = _qwen3_vl_indices if sampling.options.method == "qwen3_vl" else _qwen2_vl_indices
+        indices = choose(facts, sampling.options)
+    return indices
 
 
 def read_indices(facts: VideoFacts, reading: VideoReading) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from tokenmill_server.multimodal.media_kwargs import media_io_kwargs, processor_
 from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.video_reading import VideoReading
+from tokenmill_server.processing.shown import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,23 @@ class WishReader:
         except ValueError as error:
             raise InvalidRequestError(f"mm_processor_kwargs: {error}", "mm_processor_kwargs") from error
         return MediaWishes(reading, said.over(self._flags.kwargs))
+
+
+def read_wishes(
+    reader: WishReader | None,
+    model: str,
+    io: Mapping[str, Any] | None,
+    processor: Mapping[str, Any] | None,
+    *,
+    is_local: bool = False,
+) -> MediaWishes | None:
+    """As `WishReader.read`, for a model that is called `model`. `reader` None: it takes text only, and nothing may be
+    said."""
+    if reader is not None:
+        return reader.read(io, processor, is_local=is_local)
+    for name, value in (("media_io_kwargs", io), ("mm_processor_kwargs", processor)):
+        if value:
+            raise InvalidRequestError(
+                f"the model {shown(model)} takes text only: {name} is not supported", name, "unsupported_parameter"
+            )
+    return None

@@ -18,9 +18,6 @@ from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues, offer_keywords
-from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
-from tokenmill_server.multimodal.settings import PromptLimits
-from tokenmill_server.multimodal.video_reading import VideoReading
 
 MODEL = str(embedded_model_path())
 GIB = 2**30
@@ -111,9 +108,6 @@ CASES = [
     (["--mm-processor-cache-gb", "0.5"], "media.cache_gb", 0.5),
     (["--mm-processor-cache-type", "SHM"], "media.cache_type", "shm"),
     (["--mm-shm-cache-max-object-size-mb", "16"], "media.max_shared_object_mb", 16),
-    (["--limit-mm-per-prompt", '{"image": 4}'], "media.limits", PromptLimits(images=4)),
-    (["--media-io-kwargs", '{"video": {"num_frames": 8}}'], "media.video_reading", VideoReading(8)),
-    (["--mm-processor-kwargs", '{"fps": 1}'], "media.processor_kwargs", ProcessorKwargs(fps=1.0)),
     (["--trust-request-mm-kwargs"], "media.trusts_requests", True),
     (["--video-fetch-timeout", "2.5"], "media.video_fetch_timeout_s", 2.5),
     (["--max-video-pixels", "1m"], "media.max_video_pixels", 10**6),
@@ -140,6 +134,7 @@ CASES = [
 RESOLVED_BY_OTHER_TESTS = {
     "device.kind",
     "device.attention_backend",
+    *("media.limits", "media.video_reading", "media.processor_kwargs"),
     "model.media",
     "model.tokenizer_path",
     "server.default_sampling",

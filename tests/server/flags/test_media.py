@@ -41,7 +41,8 @@ def configure(*arguments: str, **environment: str) -> Configuration:
 )
 def test_limits(value: Any, images: int, videos: int) -> None:
     assert prompt_limits(value) == PromptLimits(images, videos)
-    media = configure("--limit-mm-per-prompt", value if isinstance(value, str) else json.dumps(value)).server.media
+    text = value if isinstance(value, str) else json.dumps(value)
+    media = configure("--model", str(cached_tiny_media_model("qwen2_vl")), "--limit-mm-per-prompt", text).server.media
     assert media.limits == PromptLimits(images, videos)
 
 
@@ -162,8 +163,26 @@ def test_llava() -> None:
     assert configure("--model", str(cached_tiny_media_model("llava"))).engine.model.media is not None
 
 
+def test_a_model_of_text_alone_cannot_be_told_of_media() -> None:
+    for flag, value, of_nothing in (
+        ("--limit-mm-per-prompt", '{"image": 2}', '{"image": 0}'),
+        ("--media-io-kwargs", '{"video": {"fps": 1}}', "{}"),
+        ("--mm-processor-kwargs", '{"max_pixels": 4096}', "{}"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^{flag}: the model SmolLM2-135M-Instruct takes text only; leave it out"
+        ):
+            configure(flag, value)
+        assert configure(flag, of_nothing).engine.model.media is None
+        assert configure(**{f"TOKENMILL_{flag[2:].replace('-', '_').upper()}": value}).engine.model.media is None
+        model = str(cached_tiny_media_model("qwen2_vl"))
+        if flag != "--limit-mm-per-prompt":
+            assert configure("--model", model, "--language-model-only", flag, value).engine.model.media is None
+
+
 def test_videos() -> None:
     media = configure(
+        *("--model", str(cached_tiny_media_model("qwen2_vl"))),
         "--media-io-kwargs",
         '{"video": {"num_frames": 16}}',
         "--mm-processor-kwargs",
