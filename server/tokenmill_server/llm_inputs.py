@@ -3,6 +3,7 @@
 A wrong type is a TypeError with a sentence. Ranges are checked where those of HTTP requests are.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from tokenmill_server.multimodal.wishes import MediaWishes
 from tokenmill_server.processing.chat_template import Message
 from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.shown import shown
+
+logger = logging.getLogger(__name__)
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`, the latter two with optional `cache_salt`,
@@ -157,6 +160,8 @@ def _conversation(conversation: object, parts: MediaParts) -> Conversation:
         checked.append({**message, "content": content})
     if not checked:
         raise InvalidRequestError("a conversation needs at least one message", "messages")
+    if parts.ignored:
+        logger.warning("keys of content parts without effect: %s", ", ".join(parts.ignored))
     return Conversation(checked, parts.sources)
 
 

@@ -141,3 +141,9 @@ def test_conversations() -> None:
     flat = [{"role": "user", "content": "Hi"}]
     assert conversations_of([message], parts) == [Conversation(flat, [])]  # type: ignore[list-item]
     assert conversations_of([[message], [message]], parts) == [Conversation(flat, [])] * 2  # type: ignore[list-item]
+
+
+def test_keys_of_parts_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    part = {"type": "text", "text": "Hi", "txet": "Hi"}
+    conversations_of([{"role": "user", "content": [part]}], parts)  # type: ignore[list-item]
+    assert "keys of content parts without effect: messages[0].content[0].txet" in caplog.text

@@ -3,7 +3,7 @@
 Knows nothing of where images come from, nor of models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -26,6 +26,16 @@ _VIDEO_KIND = "video_url"
 _LOCAL_KIND = "image_pil"
 _DETAILS = ("auto", "low", "high")
 _MAX_UUID_CHARS = 1024
+_MAX_IGNORED = 32
+"""Keys without effect that are noted; more would not be shown."""
+_KEYS = {
+    **dict.fromkeys(TEXT_PARTS, frozenset({"type", "text"})),
+    **dict.fromkeys(_IMAGE_KINDS, frozenset({"type", "image_url", "uuid", "detail"})),
+    _LOCAL_KIND: frozenset({"type", "image_pil", "uuid", "detail"}),
+    _VIDEO_KIND: frozenset({"type", "video_url", "uuid"}),
+}
+"""Of a content part, that have an effect."""
+_INNER_KEYS = {"image_url": {"url", "detail"}, "video_url": {"url"}}
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,6 +86,8 @@ class MediaParts:
         Pillow's."""
         self.sources: list[MediaSource] = []
         """What was found, in order."""
+        self.ignored: list[str] = []
+        """Keys of parts that had no effect, the first of them."""
         self._model = model
         self._kinds = {"image": images, "video": videos}
         self._known = frozenset[str]()
@@ -109,6 +121,8 @@ class MediaParts:
         for index, kind in enumerate(kinds):
             if kind is not None and kind not in TEXT_PARTS and kind not in self._known:
                 raise self.refusal(f"content parts of type {shown(kind)}", f"{path}[{index}].type")
+            if kind is not None:
+                self._note_ignored(given[index], kind, f"{path}[{index}]")
         if not self._known & set(kinds):
             return text_of_content(given, path)
         parts: list[dict[str, Any]] = []
@@ -121,6 +135,17 @@ class MediaParts:
                 parts.append({"type": "text", "text": _text_of_part(part, index, path)})
         return parts
 
+    def _note_ignored(self, part: dict[str, Any], kind: str, path: str) -> None:
+        """`kind` is one that is known."""
+        names = _without_effect(part, _KEYS[kind])
+        for field, known in _INNER_KEYS.items():
+            inner = part.get(field)
+            if field in _KEYS[kind] and isinstance(inner, dict):
+                names += [f"{field}.{name}" for name in _without_effect(inner, known)]
+                if "detail" in known & inner.keys() and part.get("detail") is not None:
+                    names.append("detail")
+        self.ignored += [f"{path}.{name}" for name in sorted(names)][: _MAX_IGNORED - len(self.ignored)]
+
 
 def check_num_media(sources: Sequence[MediaSource], limits: PromptLimits) -> None:
     """Raises InvalidRequestError for more images or videos than a request may have."""
@@ -131,6 +156,11 @@ def check_num_media(sources: Sequence[MediaSource], limits: PromptLimits) -> Non
                 f"the request has {len(some)} {kind}s, more than the {most} that --limit-mm-per-prompt allows",
                 some[most].param,
             )
+
+
+def _without_effect(owner: dict[str, Any], known: Set[str]) -> list[str]:
+    """Keys that nothing here knows, although they ask for something."""
+    return [str(key) for key in owner.keys() - known if owner[key] is not None]
 
 
 def _kind_of(part: Any) -> str | None:

@@ -21,6 +21,7 @@ async def create_chat_completion(request: Request) -> Response:
     inputs, defaults = call.context.inputs, call.context.config.default_sampling
     media, parts = call.context.media, call.context.media_parts()
     messages = parse_messages(fields.messages, parts)
+    call.note_ignored(parts.ignored)
     options = chat_options(fields, inputs.template_variables)
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:

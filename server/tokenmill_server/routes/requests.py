@@ -14,7 +14,7 @@ from tokenmill_server.context import ServerContext, context_of
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.sse import EventBuffer
 from tokenmill_server.protocol.chunks import ChoiceStream, StreamOptionsInEffect, StreamSession
-from tokenmill_server.protocol.fields import GenerationFields, Json, ignored_fields, refuse_unsupported
+from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.routes.bodies import ModelT, parse, read_json
 from tokenmill_server.routes.replying import EventStreamResponse
@@ -40,6 +40,13 @@ class Call:
     priority: int
     headers: dict[str, str]
     """Of the answer."""
+
+    def note_ignored(self, names: Sequence[str]) -> None:
+        """These parts of the request had no effect: the answer says so."""
+        told = [name for name in names if name.isascii() and name.isprintable()]
+        if told:
+            earlier = [self.headers[IGNORED_HEADER]] if IGNORED_HEADER in self.headers else []
+            self.headers[IGNORED_HEADER] = ", ".join(earlier + told)[:_MAX_IGNORED_CHARS]
 
     def head(self, prefix: str) -> ReplyHead:
         return ReplyHead(
@@ -113,8 +120,9 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
         request_id=request.state.request_id,
         pinned_engine=None if rank is None else context.engine_of(rank),
         priority=priority if priority is not None else fields.priority or 0,
-        headers=_ignored_header(body, model),
+        headers={},
     )
+    call.note_ignored(ignored_fields(body, model.model_fields))
     return call, fields
 
 
@@ -135,8 +143,3 @@ def _integer_header(request: Request, name: str) -> int | None:
         values = ", ".join(str(number) for number in sorted(numbers)[:_MAX_LISTED_NUMBERS])
         raise InvalidRequestError(f"the header {name} contradicts itself, got {values}; send one", name)
     return numbers.pop() if numbers else None
-
-
-def _ignored_header(body: Json, model: type[ModelT]) -> dict[str, str]:
-    names = [name for name in ignored_fields(body, model.model_fields) if name.isascii() and name.isprintable()]
-    return {IGNORED_HEADER: ", ".join(names)[:_MAX_IGNORED_CHARS]} if names else {}

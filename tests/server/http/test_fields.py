@@ -9,6 +9,7 @@ import pytest
 from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
 from tests.support.sse import is_error, post_stream
 from tokenmill_engine.config.engine import SchedulerConfig
+from tokenmill_server.protocol.chat import MAX_PARTS
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -210,6 +211,31 @@ def test_parts_that_are_nothing(client: httpx.Client) -> None:
     for part in (5, {}, {"type": 7}):
         response = client.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})
         assert is_error(response, 400, "messages[0].content[0].type", "invalid_value")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_reply_names_keys_of_parts_without_effect(client: httpx.Client, stream: bool) -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "annotations": None}
+    body = {"messages": [{"role": "user", "content": [part, "y"]}], "max_tokens": 2, "user": "me"}
+    response = post_stream(client, CHAT, body) if stream else client.post(CHAT, json=body)
+    assert response.headers["x-ignored-fields"] == "user, messages[0].content[0].cache_control"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_more_content_parts_than_a_request_may_have(client: httpx.Client, path: str) -> None:
+    """Those of all messages count, and a message of text as one."""
+    text = {"role": "user", "content": "x"}
+    content = [{"type": "text", "text": ""}] * (MAX_PARTS - 1)
+    for messages, param in (
+        ([text, {"role": "user", "content": [*content, *content[:1]]}], "messages[1].content"),
+        ([{"role": "user", "content": content}, text, text], "messages[2]"),
+        ([{"role": "user", "content": []}] * (MAX_PARTS + 1), f"messages[{MAX_PARTS}].content"),
+    ):
+        response = client.post(path, json={"messages": messages})
+        assert is_error(response, 400, param, "invalid_value"), response.text
+        assert f"more than {MAX_PARTS} content parts" in response.json()["error"]["message"]
+    response = client.post("/tokenize", json={"messages": [{"role": "user", "content": content[:-1]}, text]})
+    assert response.status_code == 200, response.text
 
 
 def test_too_many_choices_are_told_in_numbers(client: httpx.Client) -> None:

@@ -126,6 +126,18 @@ def test_streams_and_choices(client: httpx.Client, server: Server) -> None:
     assert len({request.media[0].key for request in server.engines[0].added[-2:]}) == 1
 
 
+def test_keys_without_effect_are_told(client: httpx.Client) -> None:
+    first = image(picture_url(20, 30), detial="low", detail=None)
+    second = {**image(picture_url(20, 30), detail="low"), "detail": "high", "uid": "a", "video_url": {"url": "x"}}
+    response = client.post(PATH, json=chat(first, "b", second))
+    assert response.status_code == 200, response.text
+    names = ("0].image_url.detial", "2].detail", "2].uid", "2].video_url")
+    assert response.headers["x-ignored-fields"] == ", ".join(f"messages[0].content[{name}" for name in names)
+    many = {**image(picture_url(20, 30)), **{f"key{number}": 1 for number in range(1000)}}
+    response = client.post(PATH, json=chat(many, "b"))
+    assert len(response.headers["x-ignored-fields"]) == 500
+
+
 def test_the_official_client(server: Server) -> None:
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai:
         reply = openai.chat.completions.create(
