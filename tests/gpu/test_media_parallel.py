@@ -3,7 +3,6 @@ stages, with NCCL alone; rows of the encoder near those of one GPU; failures."""
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.config.parallel import ParallelConfig
-from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.multiproc import MultiprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
@@ -43,7 +41,6 @@ ANSWERING: tuple[tuple[MediaFamily, EncoderMode], ...] = (
 BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 200, 24
 CUDA = torch.device("cuda", 0)
 GRIDS = ((1, 4, 6), (1, 10, 2), (1, 20, 34), (1, 2, 2))
-VERDICT_S = 60.0
 
 
 def config_of(family: MediaFamily, parallel: ParallelConfig, mode: EncoderMode, eager: bool = False) -> EngineConfig:
@@ -145,19 +142,17 @@ def fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], No
     return prepare
 
 
+@pytest.mark.parametrize("use_peer_memory", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_encoder_that_fails_on_one_gpu(mode: EncoderMode, fault: Callable[[str], Any], tmp_path: Path) -> None:
-    """In parts the other one may wait for it inside of a kernel: the engine core ends. Else its requests fail alone."""
+def test_an_encoder_that_fails_on_one_gpu_fails_its_request_alone(
+    mode: EncoderMode, use_peer_memory: bool, fault: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """In parts the other one waits for it inside of a kernel, until it has made up for what it left."""
     fault("1 encode starve")
     subject = subject_of("qwen2_5_vl")
-    with workers(tmp_path, config_of("qwen2_5_vl", ParallelConfig(2, executor="mp"), mode)) as engine:
-        request = engine.add(subject.prompts[1])
-        began = time.monotonic()
-        if mode == "weights":
-            with pytest.raises(EngineDeadError, match=r"^worker 0.1: .*out of memory$"):
-                engine.run()
-            assert time.monotonic() - began < VERDICT_S
-            return
+    parallel = ParallelConfig(2, executor="mp", disable_custom_all_reduce=not use_peer_memory)
+    with workers(tmp_path, config_of("qwen2_5_vl", parallel, mode)) as engine:
+        request = engine.add(subject.prompts[1 if mode == "data" else 0])
         engine.run()
         assert engine.errors == {request: "an image of this request could not be encoded"}
         assert engine.ask(subject.prompts) == [list(answer) for answer in subject.answers]

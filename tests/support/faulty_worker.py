@@ -1,7 +1,8 @@
 """A worker's process with a fault: the real one, except that one of its ranks, or all, does something else once.
 
 `WORKER_FAULT` says what, as `RANK MOMENT DEED`: rank a number or `all`; moment `import`, `start`, `encode`, in the
-encoder with the first image behind the start, or a number of plans that it carries out before; deed one of
+second layer of the encoder with the first image behind the start, or a number of plans that it carries out before; deed
+one of
 
     raise   an error that is the same for all ranks
     starve  another one: no memory
@@ -37,26 +38,27 @@ def main() -> None:
 
 
 def replace_encoder(rank: int, deed: str) -> None:
-    from tokenmill_engine.models.media_decoder import MediaDecoder
+    from tokenmill_engine.models.vision.blocks import EncoderLayer
     from tokenmill_engine.worker.worker import Worker
 
-    initialize, encode = Worker.initialize, MediaDecoder.encode
-    is_due = False
+    initialize, compute = Worker.initialize, EncoderLayer.__call__
+    due_in: int | None = None
 
     def watched_initialize(worker: Worker) -> Any:
-        nonlocal is_due
+        nonlocal due_in
         capacity = initialize(worker)
-        is_due = True
+        due_in = 1
         return capacity
 
-    def faulty_encode(model: MediaDecoder, images: Any) -> Any:
-        nonlocal is_due
-        if is_due:
-            is_due = False
-            do(deed, rank)
-        return encode(model, images)
+    def faulty_compute(layer: EncoderLayer, *inputs: Any) -> Any:
+        nonlocal due_in
+        if due_in is not None:
+            due_in, is_due = (due_in - 1, False) if due_in else (None, True)
+            if is_due:
+                do(deed, rank)
+        return compute(layer, *inputs)
 
-    Worker.initialize, MediaDecoder.encode = watched_initialize, faulty_encode  # type: ignore[method-assign]
+    Worker.initialize, EncoderLayer.__call__ = watched_initialize, faulty_compute  # type: ignore[method-assign]
 
 
 def replace_worker(rank: int, moment: str, deed: str) -> None:

@@ -7,8 +7,10 @@ import torch
 
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.config.model_files import resolve_model
+from tokenmill_engine.distributed.group import Group
 from tokenmill_engine.models.dense_decoder import DenseDecoder
-from tokenmill_engine.models.loader import load_model, load_weights
+from tokenmill_engine.models.loader import build_model, load_model, load_weights
+from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.registry import model_class
 
 CPU = torch.device("cpu")
@@ -38,6 +40,15 @@ def model_config(name: str | Path | None, **changes: Any) -> ModelConfig:
 def load_on_cpu(name: str | Path | None, **changes: Any) -> DenseDecoder:
     """The loaded model, on the CPU."""
     return load_model(model_config(name, **changes), CPU)
+
+
+def load_part(config: ModelConfig, group: Group) -> MediaDecoder:
+    """One worker's part of a model that looks at images, on the CPU."""
+    model = build_model(config, CPU, group=group)
+    assert isinstance(model, MediaDecoder)
+    load_weights(model, config)
+    model.finalize()
+    return model
 
 
 def load_op_by_op(name: str | Path | None, **changes: Any) -> DenseDecoder:

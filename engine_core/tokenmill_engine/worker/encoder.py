@@ -2,8 +2,8 @@
 
 The scheduler says what to encode, what to free and which rows stand in for which placeholders; here that is done. An
 image that cannot be encoded fails the requests that look at it and nobody else. Of several workers that share each
-layer one keeps the rows of an image (`encoder_shares`) and tells if it has not got them; in stages behind the first,
-images are nothing but positions.
+layer one keeps the rows of an image (`encoder_shares`) and tells if it has not got them; where they encode together and
+one fails, all go without. In stages behind the first, images are nothing but positions.
 """
 
 import logging
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import MediaRows
 from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.errors import EngineError
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
@@ -83,13 +84,15 @@ class EncoderOutputs:
         self._encode(images)
 
     def _encode(self, images: Sequence[EncoderInput]) -> dict[int, torch.Tensor]:
-        """Rows [num_tokens, row_size] by entry, of those images for which that works. Of workers that encode together,
-        one that fails in the middle leaves the others waiting: then the step has failed, whatever the error."""
-        prepared: list[tuple[EncoderInput, ImageInput]] = []
-        for image in images:
-            ready = self._ready(image)
-            if self._share.are_ready(ready is not None) and ready is not None:
-                prepared.append((image, ready))
+        """Rows [num_tokens, row_size] by entry, of those images for which that works; of workers that encode together,
+        for which it works on all of them."""
+        ready = [self._ready(image) for image in images]
+        are_ready = self._share.agreed([each is not None for each in ready])
+        prepared = [
+            (image, each)
+            for image, each, is_ready in zip(images, ready, are_ready, strict=True)
+            if is_ready and each is not None
+        ]
         results = self._encode_ready(prepared)
         for image in [image for image in images if image.entry in results]:
             num_rows = len(results[image.entry])
@@ -100,33 +103,41 @@ class EncoderOutputs:
 
     def _encode_ready(self, prepared: Sequence[tuple[EncoderInput, ImageInput]]) -> dict[int, torch.Tensor]:
         """In one batch; one by one if that fails, so that the others do not fail with one."""
+        if not prepared:
+            return {}
+        rows = self._rows(prepared)
+        if self._share.agreed([rows is not None]) == [True] and rows is not None:
+            return {image.entry: each for (image, _), each in zip(prepared, rows, strict=True)}
+        del rows  # their memory is needed
+        if len(prepared) == 1:
+            return {}
+        return {entry: each for one in prepared for entry, each in self._encode_ready([one]).items()}
+
+    def _rows(self, prepared: Sequence[tuple[EncoderInput, ImageInput]]) -> list[torch.Tensor] | None:
+        """Of each image, in one batch; None if that fails."""
         try:
             rows = self._model.encode([ready for _, ready in prepared])
-        except torch.AcceleratorError:
+            # Each has memory of its own, which is free when it is let go.
+            return [each.clone() for each in rows] if len(rows) > 1 else rows
+        except (EngineError, torch.AcceleratorError):
             raise
-        except (ValueError, RuntimeError) as error:
-            if self._share.is_joint and not isinstance(error, ValueError):
-                raise
+        except Exception as error:
             if len(prepared) == 1:
                 _log_failure(prepared[0][0], error)
-                return {}
-            return {entry: each for one in prepared for entry, each in self._encode_ready([one]).items()}
-        # Each has memory of its own, which is free when it is let go.
-        owned = [each.clone() for each in rows] if len(rows) > 1 else rows
-        return {image.entry: each for (image, _), each in zip(prepared, owned, strict=True)}
+            return None
 
     def _ready(self, image: EncoderInput) -> ImageInput | None:
         """With its pixels on the device; None if they cannot be brought there, or are nowhere any more."""
-        tensors = self._links.tensors(image)
-        if tensors is None:
-            return None
         try:
+            tensors = self._links.tensors(image)
+            if tensors is None:
+                return None
             device = self._model.device
             pixels, values = (device_tensor(tensors[name], device) for name in ("pixel_values", "values"))
             return self._model.ready(ImageInput(pixels, image.grid, values, image.kind == "video"))
-        except torch.AcceleratorError:
+        except (EngineError, torch.AcceleratorError):
             raise
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:
             _log_failure(image, error)
             return None
 

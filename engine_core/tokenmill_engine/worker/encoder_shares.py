@@ -57,9 +57,15 @@ class EncoderShare:
         """Whether this worker has a part in encoding an image whose rows `keeper` keeps."""
         return self.is_joint or keeper == self.rank
 
-    def are_ready(self, is_ready: bool) -> bool:
-        """Whether all that compute the next image can. Who computes together is asked by all at once."""
-        return self.group.agree_min(is_ready) == 1 if self.is_joint else is_ready
+    def agreed(self, can: Sequence[bool]) -> list[bool]:
+        """Of several images, which all that compute them can have. Who computes together is asked by all at once, about
+        as many images, and hears the same."""
+        if not self.is_joint or not can:
+            return list(can)
+        # One question is mostly enough.
+        if self.group.agree_min(all(can)) == 1:
+            return [True] * len(can)
+        return [self.group.agree_min(each) == 1 for each in can]
 
 
 def split_evenly(costs: Sequence[int], size: int, first: int = 0) -> list[int]:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.support.media_forward import MediaForward, prompt, random_image
-from tests.support.model_loading import CPU, load_on_cpu, model_config
+from tests.support.model_loading import CPU, load_on_cpu, load_part, model_config
 from tests.support.thread_group import ThreadGroup, on_every_rank, thread_groups
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model, is_qwen, make_tiny_media_model
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.config.media import EncoderMode
-from tokenmill_engine.models.loader import build_model, load_weights
+from tokenmill_engine.models.loader import build_model
 from tokenmill_engine.models.media_decoder import MediaDecoder
 
 FAMILIES: tuple[MediaFamily, ...] = ("llava", "llava_siglip", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -32,14 +32,6 @@ def overrides(family: MediaFamily, num_heads: int, inner: int = 48) -> dict[str,
     else:
         vision |= {"hidden_size": 8 * num_heads, "out_hidden_size": 96, "intermediate_size": inner}
     return {"text_config": text, "vision_config": vision}
-
-
-def load_part(config: ModelConfig, group: ThreadGroup) -> MediaDecoder:
-    model = build_model(config, CPU, group=group)
-    load_weights(model, config)
-    model.finalize()
-    assert isinstance(model, MediaDecoder)
-    return model
 
 
 def check_rows(config: ModelConfig, size: int) -> None:

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from tests.engine_core.worker.conftest import BLOCK_SIZE, tiny_engine_config
+from tests.support.failing_group import FailingGroup, failing_groups
 from tests.support.media_forward import random_image, tensors_of
 from tests.support.media_items import VALUES, array_of, make_pixels, tensor_of, with_values
-from tests.support.model_loading import load_on_cpu, model_config
+from tests.support.model_loading import load_on_cpu, load_part, model_config
 from tests.support.server import PATIENCE_S
 from tests.support.shared_media import key_of, segment
-from tests.support.thread_group import thread_groups
+from tests.support.thread_group import on_every_rank, thread_groups
 from tests.support.tiny_media_models import cached_tiny_media_model
+from tokenmill_engine.attention.batch import MediaRows
 from tokenmill_engine.config.media import EncoderMode
 from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_engine.ipc.shared_objects import SharedObjects
@@ -26,6 +28,7 @@ from tokenmill_engine.models.vision.encoder import ImageInput
 from tokenmill_engine.outputs import EncoderInput, PlaceholderRows, StepMedia
 from tokenmill_engine.worker.encoder import EncoderOutputs, as_tensor, batches
 from tokenmill_engine.worker.encoder_shares import EncoderShare
+from tokenmill_engine.worker.inputs import MissingRows
 from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.worker import Worker
@@ -201,6 +204,34 @@ def test_images_are_encoded_together_and_apart_where_one_fails(
         assert rows.untyped_storage().nbytes() == rows.nbytes
         expected = encode(model, [model.ready(as_input(image(entry, entry)))])[0]
         torch.testing.assert_close(rows, expected)
+
+
+def test_an_image_that_one_of_several_workers_cannot_encode_is_missed_by_all_and_alone() -> None:
+    """They have the encoder between them. Rank 1 fails with three images together, and then with the second one."""
+    groups = failing_groups(2)
+    config = model_config(FOLDER)
+    models = on_every_rank(groups, lambda group: load_part(config, group))
+    assert config.media is not None
+    alone = random_image(config.media, GRID, 1)
+    single = on_every_rank(groups, lambda group: models[group.rank].encode([alone]))[0]
+    num_sums = len(groups[0].shapes)
+    for number in (1, 2 * num_sums + 3):
+        groups[1].fail_at(number)
+    plan = StepMedia([], [image(entry, entry) for entry in (1, 2, 3)], [])
+    places = [PlaceholderRows(row, 0, 6, 1 + row, 0) for row in range(3)]
+
+    def encode(group: FailingGroup) -> tuple[MediaRows, MissingRows]:
+        outputs = EncoderOutputs(models[group.rank], EncoderShare(group, "weights"))
+        outputs.apply(plan)
+        return outputs.gather(places, np.array([0, 6, 12, 18], np.int32))
+
+    (first, first_missing), (second, second_missing) = on_every_rank(groups, encode)
+    assert len(groups[0].shapes) == (1 + 1 + 3) * num_sums
+    # Entry 2 is rank 0's to keep, which tells of it; the others are rank 1's.
+    assert (first_missing.rows, first_missing.entries, second_missing.rows) == ({1}, {2}, set())
+    assert first.tokens.tolist() == [*range(6), *range(12, 18)]
+    torch.testing.assert_close(second.rows[:6], single[0])
+    assert not first.rows.any()
 
 
 def as_input(image: EncoderInput) -> ImageInput:

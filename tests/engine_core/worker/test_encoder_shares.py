@@ -1,6 +1,7 @@
 """How the images of a step are shared out."""
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 
 from hypothesis import given
@@ -63,16 +64,21 @@ def test_an_encoder_in_parts_has_all_workers_compute_and_one_of_them_keep() -> N
     assert all(share.computes(keeper) for share in shares for keeper in (0, 1))
 
 
-def test_who_computes_together_needs_all_to_be_ready() -> None:
+def test_who_computes_together_needs_all_to_be_able_to() -> None:
     groups = thread_groups(2)
-    for mode, ready, expected in (("weights", True, False), ("weights", False, False), ("data", True, True)):
-        assert on_every_rank(groups, partial(is_ready, mode, ready)) == [expected, False]
-    assert on_every_rank(groups, lambda group: EncoderShare(group, "weights").are_ready(True)) == [True, True]
+    mine = ([True, True, False], [True, False, True])
+    assert on_every_rank(groups, partial(agreed, "weights", mine)) == [[True, False, False]] * 2
+    assert on_every_rank(groups, partial(agreed, "data", mine)) == list(mine)
+    for group in groups:
+        group.calls.clear()
+    assert on_every_rank(groups, partial(agreed, "weights", ([True] * 3,) * 2)) == [[True] * 3] * 2
+    assert on_every_rank(groups, partial(agreed, "weights", ([], []))) == [[], []]
+    # One question for all images, if all is well.
+    assert [group.calls for group in groups] == [["agree_min"]] * 2
 
 
-def is_ready(mode: EncoderMode, ready: bool, group: ThreadGroup) -> bool:
-    """The second worker never is."""
-    return EncoderShare(group, mode).are_ready(ready and group.rank == 0)
+def agreed(mode: EncoderMode, can: Sequence[list[bool]], group: ThreadGroup) -> list[bool]:
+    return EncoderShare(group, mode).agreed(can[group.rank])
 
 
 def test_images_of_one_size_cost_the_same_and_others_as_many_views_as_they_have() -> None:

@@ -20,6 +20,9 @@ from tokenmill_kernels import ops
 _UNIT, _FEWEST_UNITS = 64, 4
 """Widths are shared out in pieces of so many, if each worker gets so many of them."""
 
+SumShape = tuple[int, int]
+"""[num_rows, width] of what workers add up."""
+
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -88,7 +91,7 @@ class PlainMLP:
             Linear(width, {names[0]: inner}, has_bias, placement),
             Linear(inner, {names[1]: out}, has_bias, placement),
         )
-        self._group = placement.group
+        self._out, self._group = sizes[2], placement.group
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """(checkpoint name, place) of every parameter."""
@@ -99,6 +102,10 @@ class PlainMLP:
         """Packs the loaded weights."""
         for linear in self._linears:
             linear.finalize()
+
+    def sums(self, num_rows: int) -> Iterator[SumShape]:
+        """What is added up over the workers for so many rows, in order."""
+        yield num_rows, self._out
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, width] -> [num_rows, out]."""
@@ -111,7 +118,7 @@ class SiluMLP:
 
     def __init__(self, width: int, inner: int, placement: Placement) -> None:
         self._mlp = GatedMLP(width, inner, True, placement, _inner_share(inner, placement))
-        self._group = placement.group
+        self._width, self._group = width, placement.group
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """(checkpoint name, place) of every parameter."""
@@ -121,6 +128,10 @@ class SiluMLP:
         """Packs the loaded weights."""
         self._mlp.gate_up_proj.finalize()
         self._mlp.down_proj.finalize()
+
+    def sums(self, num_rows: int) -> Iterator[SumShape]:
+        """As in `PlainMLP`."""
+        yield num_rows, self._width
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, width] -> the same."""
@@ -155,7 +166,7 @@ class EncoderLayer:
         placement: Placement,
     ) -> None:
         heads = placement.even(num_heads)
-        self._num_heads, self._names, self._group = heads.count, names, placement.group
+        self._width, self._num_heads, self._names, self._group = width, heads.count, names, placement.group
         self._first_norm: LayerNorm | RowNorm = norms[0]
         self._second_norm: LayerNorm | RowNorm = norms[1]
         self._heads = heads.times(width // num_heads)
@@ -186,6 +197,11 @@ class EncoderLayer:
         self._qkv.finalize()
         self._output.finalize()
         self._mlp.finalize()
+
+    def sums(self, num_rows: int) -> Iterator[SumShape]:
+        """As in `PlainMLP`."""
+        yield num_rows, self._width
+        yield from self._mlp.sums(num_rows)
 
     def __call__(self, x: torch.Tensor, runs: PackedRuns, rotation: Rotation | None = None) -> torch.Tensor:
         """[num_rows, width] -> the same. Rows attend within their run."""

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from tokenmill_engine.layers.placement import Target
+from tokenmill_engine.models.vision.blocks import SumShape
 
 PREFIX = "visual."
 """Of the names that we give to an encoder's parameters."""
@@ -40,3 +41,7 @@ class VisionEncoder(Protocol):
 
         Raises ValueError for pixels that do not fit the grid or the size that the encoder sees.
         """
+
+    def sums(self, images: Sequence[ImageInput]) -> Iterator[SumShape]:
+        """What `encode` of the same images adds up over the workers that have the encoder between them, in order, all
+        of the model's dtype. Raises ValueError as that does for grids."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tokenmill_engine.config.media import VisionConfig
 from tokenmill_engine.config.views import ViewsConfig
 from tokenmill_engine.layers.placement import Placement, Target
+from tokenmill_engine.models.vision.blocks import SumShape
 from tokenmill_engine.models.vision.encoder import ImageInput
 from tokenmill_engine.models.vision.tower import VisionTower
 
@@ -38,16 +39,20 @@ class OneVision:
         grid of (num_views, height, width), the pixels of the image as it was. Views of a video are its frames, and its
         grid (num_frames, size, size)."""
         grids = [self._checked_grid(image) for image in images]
-        views = [ImageInput(view) for image in images for view in image.pixel_values]
-        states: list[torch.Tensor] = []
-        for first in range(0, len(views), _VIEWS_AT_A_TIME):
-            states += self._tower.encode(views[first : first + _VIEWS_AT_A_TIME])
+        states = [state for views in _batches(images) for state in self._tower.encode(views)]
         rows, first = [], 0
         for grid, image in zip(grids, images, strict=True):
             of_image = states[first : first + grid[0]]
             rows.append(self._pooled(of_image) if image.is_video else self._joined(of_image, grid[1:]))
             first += grid[0]
         return rows
+
+    def sums(self, images: Sequence[ImageInput]) -> Iterator[SumShape]:
+        """As in `VisionEncoder`."""
+        for image in images:
+            self._checked_grid(image)
+        for views in _batches(images):
+            yield from self._tower.sums(views)
 
     def _pooled(self, states: list[torch.Tensor]) -> torch.Tensor:
         """States of each frame [side**2, width] -> [num_rows, width]."""
@@ -87,3 +92,10 @@ class OneVision:
         if is_video:
             return size == [self._views.view_size] * 2
         return num_views in (1, 1 + self._views.num_tiles(*size))
+
+
+def _batches(images: Sequence[ImageInput]) -> Iterator[list[ImageInput]]:
+    """The views of all images, in order."""
+    views = [ImageInput(view) for image in images for view in image.pixel_values]
+    for first in range(0, len(views), _VIEWS_AT_A_TIME):
+        yield views[first : first + _VIEWS_AT_A_TIME]

@@ -2,6 +2,7 @@
 by rotation in two dimensions, neighbouring patches merged at the end. In the second, most layers attend within windows.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from tokenmill_engine.models.vision.blocks import (
     Rotation,
     RowNorm,
     SiluMLP,
+    SumShape,
 )
 from tokenmill_engine.models.vision.encoder import PREFIX, ImageInput
 from tokenmill_engine.models.vision.grids import frame_lengths, patch_places, window_order
@@ -101,6 +103,13 @@ class QwenVision:
         if order is not None:
             merged = torch.empty_like(merged).index_copy_(0, order, merged)
         return list(torch.split(merged, [time * height * width // unit for time, height, width in grids]))
+
+    def sums(self, images: Sequence[ImageInput]) -> Iterator[SumShape]:
+        """As in `VisionEncoder`."""
+        num_patches = sum(math.prod(checked_grid(image, self._config)) for image in images)
+        for layer in self._layers:
+            yield from layer.sums(num_patches)
+        yield from self._merger.sums(num_patches // self._config.spatial_merge_size**2)
 
 
 def checked_grid(image: ImageInput, config: VisionConfig) -> Grid:

@@ -1,6 +1,7 @@
 """The vision encoder of Qwen3-VL (arXiv:2511.21631): images of any size, learned positions stretched over them beside
 rotation in two dimensions, neighbouring patches merged at the end and behind some layers before (DeepStack)."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from tokenmill_engine.config.media import VisionConfig
 from tokenmill_engine.layers.linear import Linear
 from tokenmill_engine.layers.placement import Placement, Target, whole
-from tokenmill_engine.models.vision.blocks import EncoderLayer, LayerNames, LayerNorm, PlainMLP
+from tokenmill_engine.models.vision.blocks import EncoderLayer, LayerNames, LayerNorm, PlainMLP, SumShape
 from tokenmill_engine.models.vision.encoder import PREFIX, ImageInput
 from tokenmill_engine.models.vision.grids import frame_lengths, patch_places
 from tokenmill_engine.models.vision.packed import PackedRuns
@@ -25,7 +26,8 @@ class Merger:
 
     def __init__(self, config: VisionConfig, norms_squares: bool, placement: Placement) -> None:
         """`norms_squares`: the norm is over a whole square, not over each of its patches."""
-        merged = config.hidden_size * config.spatial_merge_size**2
+        self._square = config.spatial_merge_size**2
+        merged = config.hidden_size * self._square
         self._merged_size, self._norms_squares = merged, norms_squares
         self._norm = LayerNorm(merged if norms_squares else config.hidden_size, config.norm_eps, placement)
         self._mlp = PlainMLP((merged, merged, config.output_size), _MLP_NAMES, "gelu", placement)
@@ -38,6 +40,10 @@ class Merger:
     def finalize(self) -> None:
         """Packs the loaded weights."""
         self._mlp.finalize()
+
+    def sums(self, num_patches: int) -> Iterator[SumShape]:
+        """As in `PlainMLP`, by patches."""
+        yield from self._mlp.sums(num_patches // self._square)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_patches, hidden_size] -> [num_patches / merge_size**2, output_size]."""
@@ -109,6 +115,15 @@ class Qwen3Vision:
                 deep.append(self._deepstack[index](x))
         rows = torch.cat((self._merger(x), *deep), dim=1) if deep else self._merger(x)
         return list(torch.split(rows, [_num_squares(grid, config.spatial_merge_size) for grid in grids]))
+
+    def sums(self, images: Sequence[ImageInput]) -> Iterator[SumShape]:
+        """As in `VisionEncoder`."""
+        num_patches = sum(math.prod(checked_grid(image, self._config)) for image in images)
+        for index, layer in enumerate(self._layers):
+            yield from layer.sums(num_patches)
+            if index in self._deepstack:
+                yield from self._deepstack[index].sums(num_patches)
+        yield from self._merger.sums(num_patches)
 
     def _stretched(self, grids: Sequence[Grid]) -> torch.Tensor:
         """The learned square, stretched over each image: float32 [num_patches, hidden_size], between the four nearest

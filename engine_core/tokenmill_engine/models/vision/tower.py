@@ -8,7 +8,7 @@ import torch
 from tokenmill_engine.config.media import VisionConfig
 from tokenmill_engine.layers.linear import Linear
 from tokenmill_engine.layers.placement import Placement, Target, whole
-from tokenmill_engine.models.vision.blocks import EncoderLayer, LayerNames, LayerNorm, PlainMLP
+from tokenmill_engine.models.vision.blocks import EncoderLayer, LayerNames, LayerNorm, PlainMLP, SumShape
 from tokenmill_engine.models.vision.encoder import PREFIX, ImageInput
 from tokenmill_engine.models.vision.packed import PackedRuns
 
@@ -92,6 +92,13 @@ class VisionTower:
         if self._config.drops_first:
             features = features.view(count, length, -1)[:, 1:].flatten(0, 1)
         return list(self._projector(features.contiguous()).chunk(count))
+
+    def sums(self, images: Sequence[ImageInput]) -> Iterator[SumShape]:
+        """As in `VisionEncoder`."""
+        length, count = self._side**2 + self._is_clip, len(images)
+        for layer in self._layers:
+            yield from layer.sums(count * length)
+        yield from self._projector.sums(count * (length - self._config.drops_first))
 
     def _embed(self, pixels: torch.Tensor) -> torch.Tensor:
         """[num_images, num_channels, size, size] -> [num_images, length, width]. Pixels past the last whole patch are
