@@ -45,6 +45,7 @@ def test_dashboard_uses_only_series_that_exist(series: set[str]) -> None:
     used = {name for expression in dashboard_expressions() for name in METRIC.findall(expression)}
     assert used - series == set()
     assert len(used) > 25
+    assert used >= {f"tokenmill:{name}" for name in ("mm_cache_hits_total", "encoder_time_seconds_bucket")}
 
 
 def test_dashboard_panels_have_unique_ids_and_do_not_overlap() -> None:
