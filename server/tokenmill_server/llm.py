@@ -13,14 +13,21 @@ import msgspec
 from tqdm import tqdm
 
 from tokenmill_engine.config.model_files import read_tokenizer_facts
-from tokenmill_engine.errors import RequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.progress import progress_bar
 from tokenmill_server.config import Configuration
 from tokenmill_server.engine_host import EngineHost
 from tokenmill_server.flags.build import build_configuration
 from tokenmill_server.flags.values import FlagValues, offer_environment, offer_keywords
-from tokenmill_server.llm_inputs import Item, PromptInput, conversations_of, items_of, priorities_of, sampling_of
+from tokenmill_server.llm_inputs import (
+    Item,
+    PromptInput,
+    conversations_of,
+    items_of,
+    naming_prompt,
+    priorities_of,
+    sampling_of,
+)
 from tokenmill_server.llm_outputs import RequestOutput, public_output
 from tokenmill_server.media_segments import create_segments, open_store
 from tokenmill_server.multimodal.chat import make_media_chats
@@ -179,7 +186,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     async def _build(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> GenerationRequest:
-        try:
+        with naming_prompt(index):
             if item.conversation is not None and self._media is not None:
                 conversation = item.conversation
                 asked = MediaRequest(conversation.sources, item.wishes)
@@ -195,8 +202,6 @@ class LLM:
             return self.input_processor.build(
                 prompt, sampling, label=str(self._num_requests), priority=priority, cache_salt=item.cache_salt
             )
-        except RequestError as error:
-            raise type(error)(f"prompt {index}: {error}", error.param, error.code) from error
 
 
 class _Progress:

@@ -5,13 +5,14 @@ A wrong type is a TypeError with a sentence. Ranges are checked where those of H
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import msgspec
 
-from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.errors import InvalidRequestError, RequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_server.multimodal.given import given_media
 from tokenmill_server.multimodal.parts import MediaParts, MediaSource
@@ -144,9 +145,22 @@ def conversations_of(
             f'messages must be a list such as [{{"role": "user", "content": "Hello"}}], or a list of these; '
             f"got {_type_name(messages)}"
         )
-    if messages and isinstance(messages[0], Mapping):
-        return [_conversation(messages, parts())]
-    return [_conversation(conversation, parts()) for conversation in messages]
+    several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    conversations = []
+    for index, conversation in enumerate(several):
+        with naming_prompt(index):
+            conversations.append(_conversation(conversation, parts()))
+    return conversations
+
+
+@contextmanager
+def naming_prompt(index: int) -> Iterator[None]:
+    """What is wrong with a request, in words that say with which, and with what part of it."""
+    try:
+        yield
+    except RequestError as error:
+        place = f" (at {error.param})" if "[" in (error.param or "") else ""
+        raise type(error)(f"prompt {index}: {error}{place}", error.param, error.code) from error
 
 
 def _conversation(conversation: object, parts: MediaParts) -> Conversation:

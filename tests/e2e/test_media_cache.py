@@ -264,7 +264,7 @@ def test_what_is_larger_than_the_cache_is_said_once(small: Served) -> None:
 
 
 def test_offline(folder: Path, oracle: ImageOracle) -> None:
-    """Images of Pillow's have names, too; many conversations share what they show."""
+    """Images of Pillow's have names, too, in prompts as in conversations; many share what they show."""
     pixels = noise(30, 40, 5)
     whole = {"type": "image_pil", "image_pil": Image.fromarray(pixels), "uuid": "mine"}
     named = {"type": "image_pil", "image_pil": None, "uuid": "mine"}
@@ -276,6 +276,8 @@ def test_offline(folder: Path, oracle: ImageOracle) -> None:
         messages = [{"role": "user", "content": [whole, text]}]
         outputs = llm.chat([messages] * 3, params, use_tqdm=False)
         outputs += llm.chat([{"role": "user", "content": [named, text]}], params, use_tqdm=False)
+        given = {"multi_modal_data": {"image": None}, "multi_modal_uuids": {"image": "mine"}}
+        outputs += llm.generate({"prompt": outputs[0].prompt, **given}, params, use_tqdm=False)
     for output in outputs:
         ids = output.outputs[0].token_ids
         assert ids == oracle.greedy(output.prompt_token_ids, [pixels], ids)

@@ -143,6 +143,14 @@ def test_conversations() -> None:
     assert conversations_of([[message], [message]], parts) == [Conversation(flat, [])] * 2  # type: ignore[list-item]
 
 
+def test_what_is_wrong_names_the_conversation_and_the_part() -> None:
+    good = [{"role": "user", "content": "Hi"}]
+    bad = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image_pil"}]}]
+    wanted = r"prompt 1: .* takes text only here \(at messages\[0\]\.content\[1\]\.type\)$"
+    with pytest.raises(InvalidRequestError, match=wanted):
+        conversations_of([good, bad], parts)  # type: ignore[list-item]
+
+
 def test_keys_of_parts_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
     part = {"type": "text", "text": "Hi", "txet": "Hi"}
     conversations_of([{"role": "user", "content": [part]}], parts)  # type: ignore[list-item]

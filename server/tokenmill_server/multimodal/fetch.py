@@ -166,7 +166,7 @@ async def _follow(url: str, settings: MediaSettings, budget: Budget) -> bytes:
         if answer.status not in _REDIRECTS:
             return answer.body(url)
         if not settings.allow_redirects:
-            raise MediaError(f"the media address {shown(url)} redirects, which this server does not follow")
+            raise MediaError(f"the media address {shown(url)} redirects, which --no-media-url-allow-redirects forbids")
         if not answer.location:
             raise MediaError(f"the media address {shown(url)} redirects to nowhere")
         try:

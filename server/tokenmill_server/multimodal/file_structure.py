@@ -45,7 +45,7 @@ def check_structure(data: bytes) -> None:
     for num_segments, marker in enumerate(_jpeg_segments(data), 1):
         num_scans += marker == _SOS
         if num_scans > _MAX_SCANS or num_segments > _MAX_SEGMENTS:
-            raise _too_many("scans" if num_scans > _MAX_SCANS else "segments")
+            raise _too_many(*(("scans", _MAX_SCANS) if num_scans > _MAX_SCANS else ("segments", _MAX_SEGMENTS)))
 
 
 def _jpeg_segments(data: bytes) -> Iterator[int]:
@@ -82,7 +82,7 @@ def _check_tile_tags(data: bytes) -> None:
     except (OverflowError, struct.error):
         return  # there is none
     if num_tags > _MAX_SEGMENTS:
-        raise _too_many("tags")
+        raise _too_many("tags", _MAX_SEGMENTS)
     start, size = start + struct.calcsize(order + count), struct.calcsize(order + entry)
     tags = data[start : start + size * num_tags]
     for tag, kind in struct.iter_unpack(order + entry, tags[: len(tags) // size * size]):
@@ -105,9 +105,9 @@ class CountedFile(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads_left -= 1
         if self._reads_left < 0:
-            raise _too_many("parts")
+            raise MediaError("the image file is made of too many parts; save it anew")
         return super().read(size)
 
 
-def _too_many(parts: str) -> MediaError:
-    return MediaError(f"the image file is made of too many {parts}; save it anew")
+def _too_many(parts: str, most: int) -> MediaError:
+    return MediaError(f"the image file is made of more than {most} {parts}, which is the limit; save it anew")

@@ -65,7 +65,11 @@ class TokenRoom:
             )
         with self._lock:
             if num_tokens > self._left:
-                raise ContextLengthError(f"the {kind}s take more tokens than this model's context has room for", param)
+                raise ContextLengthError(
+                    f"the {kind} takes {num_tokens} tokens, and this model's context (--max-model-len) has room for "
+                    f"{self._left} more beside the text and the media before it",
+                    param,
+                )
             self._left -= num_tokens
 
 
@@ -180,7 +184,9 @@ class MediaLoader:
             raise MediaError(str(error), source.param) from error
         except UnknownMediaError as error:
             raise InvalidRequestError(
-                f"no {source.kind} is known under this uuid: {error}; send its url as well", source.param
+                f"no {source.kind} is known under this uuid: {error}; send its url as well, or the {source.kind} "
+                "itself",
+                source.param,
             ) from error
         if given is not None:
             self.prepared.give_name(given, loaded.item)

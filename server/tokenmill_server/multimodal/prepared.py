@@ -43,6 +43,7 @@ class PreparedMedia:
         """`on_lookup` is called for each item that was asked for, with whether it was known. `store`: where tensors are
         shared, if the placement says that they are."""
         self._cache = _make_cache(placement, store)
+        self._num_caches = placement.num_caches
         self._names = MediaNames(placement.names_bytes // 2)
         self._wholes = Wholes(placement.names_bytes // 2)
         self._flights = Flights()
@@ -73,7 +74,8 @@ class PreparedMedia:
             raise UnknownMediaError("different contents were sent under this name") from None
         if item is None:
             self._on_lookup(False)
-            raise UnknownMediaError("it was not sent before to this API server, or is not kept any more")
+            others = f", one of {self._num_caches} that know their own alone" if self._num_caches > 1 else ""
+            raise UnknownMediaError(f"it was not sent before to this API server{others}, or is not kept any more")
         return item
 
     async def prepare(

@@ -207,7 +207,8 @@ def _pad_to_square(image: Image.Image, mean: tuple[float, float, float] | None) 
     side = max(height, width)
     if side**2 > _MAX_SQUARE_PIXELS:
         raise MediaError(
-            f"the image has {width} x {height} pixels; its square would have more than {_MAX_SQUARE_PIXELS}"
+            f"the image has {width} x {height} pixels; the square that the model sees would have {side**2}, more than "
+            f"the limit of {_MAX_SQUARE_PIXELS}"
         )
     colour = (0, 0, 0) if mean is None else tuple(int(value * 255) for value in mean)
     return on_canvas(image, (side, side), ((side - width) // 2, (side - height) // 2), colour)

@@ -110,4 +110,7 @@ class VideoPreparer:
             return
         length = (num_steps - 1) * plan.seconds_per_step * self._media.tokens_per_second
         if length >= self._media.positions_per_token * plan.num_tokens:
-            raise MediaError("the video is too long for so few of its frames; have more of them looked at")
+            raise MediaError(
+                f"the video is too long for so few of its frames: {plan.seconds_per_step:.1f} s lie between those that "
+                "are looked at, more than the model can count; have more of them looked at"
+            )

@@ -13,7 +13,7 @@ from tokenmill_server.protocol.tokenize import TokenizeRequest
 
 _ROLES = ("system", "developer", "user", "assistant")
 MAX_PARTS = 10_000
-"""Of all messages of a request together: as many take some 20 ms, during which other requests wait."""
+"""Of all messages of a request together: as many take some 40 ms, during which other requests wait."""
 
 
 class ChatRequest(GenerationFields):

@@ -160,7 +160,13 @@ def test_refusals_that_need_more(client: httpx.Client, server: Server) -> None:
     refused(client, server, chat(film, film), second, "has 2 videos, more than the 1 that --limit-mm-per-prompt")
     reading = {"media_io_kwargs": {"video": {"num_frames": -1}}}
     refused(client, server, chat(film, **reading), URL, "12 frames .* more than the 8 that --max-video-frames")
-    refused(client, server, chat(film, "b " * 440), URL, "the videos take more tokens")
+    refused(
+        client,
+        server,
+        chat(film, "b " * 440),
+        URL,
+        "the video takes 144 tokens, and .* .--max-model-len. has room for .* more",
+    )
     for fields, param, message in (
         ({"media_io_kwargs": {"video": {"frames": 1}}}, "media_io_kwargs", "known are num_frames and fps"),
         ({"mm_processor_kwargs": {"num_crops": 1}}, "mm_processor_kwargs", "'num_crops' is not known; known are size"),

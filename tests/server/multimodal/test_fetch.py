@@ -75,7 +75,7 @@ def test_redirects(status: str) -> None:
     with media_host(first=redirect("/second", status), second=redirect("third"), third=answer(b"picture")) as host:
         assert get(host.url("/first")) == b"picture"
         assert host.paths == ["/first", "/second", "/third"]
-        with pytest.raises(MediaError, match="does not follow"):
+        with pytest.raises(MediaError, match="redirects, which --no-media-url-allow-redirects forbids"):
             get(host.url("/first"), MediaSettings(allowed_domains=("localhost",), allow_redirects=False))
 
 

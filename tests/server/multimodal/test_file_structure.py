@@ -89,7 +89,7 @@ def test_many_parts(data: bytes) -> None:
     ids=["segments", "exif", "hidden", "ends", "scans", "chunks", "chunks behind", "blocks", "runs"],
 )
 def test_too_many_parts(data: bytes, parts: str) -> None:
-    with pytest.raises(MediaError, match=f"too many {parts}"):
+    with pytest.raises(MediaError, match=f"(too many|more than 1024|more than 100) {parts}"):
         decode(data, MAX_PIXELS)
 
 
@@ -98,7 +98,7 @@ def test_a_file_of_too_many_scans_takes_no_time() -> None:
     data = encoded(Image.new("L", (3000, 3000), 128), "JPEG", progressive=True)
     last = data[data.rindex(b"\xff\xda") : -2]
     start = time.monotonic()
-    with pytest.raises(MediaError, match="too many scans"):
+    with pytest.raises(MediaError, match="more than 100 scans, which is the limit"):
         decode(data[:-2] + 300_000 * last + data[-2:], MAX_PIXELS)
     assert time.monotonic() - start < 60
 
@@ -150,7 +150,7 @@ def test_tiles_of_a_size_that_libtiff_alone_reads(order: str, is_big: bool, tag:
 
 
 def test_a_tiff_of_very_many_tags() -> None:
-    with pytest.raises(MediaError, match="too many tags"):
+    with pytest.raises(MediaError, match="more than 1024 tags"):
         check_structure(b"II*\0" + struct.pack("<IH", 8, 5000) + bytes(12 * 5000))
     check_structure(b"II+\0" + struct.pack("<HHQ", 8, 0, 2**64 - 1))
 

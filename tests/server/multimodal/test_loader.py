@@ -222,7 +222,7 @@ def test_what_has_no_room_is_not_prepared(loader: MediaLoader, processor: Watche
     with pytest.raises(InvalidRequestError, match=f"takes {image.num_tokens} tokens, and the engine holds 3"):
         load(loader, source(url), room=TokenRoom(1000, 3))
     assert processor.threads == []
-    with pytest.raises(ContextLengthError, match="more tokens than"):
+    with pytest.raises(ContextLengthError, match="has room for 0 more beside"):
         load(loader, *[source(url)] * 5, room=TokenRoom(image.num_tokens * 3, 1000))
     assert len(processor.threads) <= 3
 

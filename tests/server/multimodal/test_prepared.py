@@ -34,10 +34,10 @@ SETTINGS = MediaSettings(loading_threads=3, allowed_domains=("localhost",), fetc
 class Server:
     """The part of an API server that has to do with media."""
 
-    def __init__(self, placement: Placement, cache_bytes: int = 1 << 20) -> None:
+    def __init__(self, placement: Placement, cache_bytes: int = 1 << 20, num_caches: int = 1) -> None:
         self.placement = placement
         self.lookups: list[bool] = []
-        self.prepared = PreparedMedia(CachePlacement(placement, cache_bytes, 1), self.lookups.append)
+        self.prepared = PreparedMedia(CachePlacement(placement, cache_bytes, num_caches), self.lookups.append)
         self.processor = WatchedProcessor()
         self.loader = MediaLoader(self.processor, SETTINGS, self.prepared)
 
@@ -277,6 +277,16 @@ async def test_a_uuid_stands_for_what_was_sent_with_it(server: Server) -> None:
         with pytest.raises(InvalidRequestError, match=r"not sent before.*send its url") as failure:
             await server.load(other)
         assert failure.value.param == "image 1"
+
+
+async def test_each_of_several_api_servers_has_its_own_uuids() -> None:
+    first, second = Server(Placement.ITEMS, num_caches=2), Server(Placement.ITEMS, num_caches=2)
+    await first.send(source(picture_url(40, 60), uuid="mine"))
+    with pytest.raises(InvalidRequestError, match=r"to this API server, one of 2 that know their own.*send its url"):
+        await second.load(source(None, uuid="mine"))
+    await second.send(source(picture_url(40, 60), uuid="mine"))
+    (loaded,) = await second.load(source(None, uuid="mine"))
+    assert alike(loaded.item, fresh(noise(40, 60)))
 
 
 async def test_a_uuid_is_nothing_to_others(server: Server) -> None:
