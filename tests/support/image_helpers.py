@@ -1,12 +1,15 @@
 """What tests of the processes for large images share."""
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.support.pictures import encoded, noise
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.model_files import resolve_model
+from tokenmill_server.multimodal.asking import Asking
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory
 from tokenmill_server.multimodal.image_item import WantedImage
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.image_preparer import ImagePreparer
@@ -42,6 +45,14 @@ def nothing(*_arguments: object) -> None:
     """Admits everything, reserves and finds nothing."""
 
 
+ASKING = Asking(nothing, nothing)
+"""Of one that is wanted, and not known."""
+
+
 def in_thread(processor: ImageProcessor, data: bytes = FILE, wanted: WantedImage = PLAIN) -> PreparedItem:
-    threads = ImagePreparer(processor, MediaSettings(image_processes=0))
-    return threads.prepare(wanted, data, nothing, nothing)
+    return preparer(processor, image_processes=0).prepare(wanted, data, ASKING)
+
+
+def preparer(processor: ImageProcessor, **settings: Any) -> ImagePreparer:
+    media = MediaSettings(**settings)
+    return ImagePreparer(processor, media, DecodingMemory(media.memory_bytes))

@@ -181,6 +181,16 @@ MEDIA = (
         env=(EnvAlias("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", unit=MIB),),
     ),
     Flag(
+        "max-media-memory",
+        Group.MULTIMODAL,
+        integer(1),
+        _DEFAULTS.memory_bytes,
+        "Most memory that an API server takes to decode and prepare images and videos (4G); further ones wait, and one "
+        "that alone takes more is refused",
+        "media.memory_bytes",
+        metavar="BYTES",
+    ),
+    Flag(
         "max-image-pixels",
         Group.MULTIMODAL,
         integer(1, _DEFAULTS.max_pixels),

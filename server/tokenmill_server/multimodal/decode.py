@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
+from tokenmill_server.multimodal.asking import NobodyHasRoomError
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.file_structure import CountedFile, check_structure
 
@@ -78,7 +79,7 @@ def opened(data: bytes, max_pixels: int) -> Iterator[OpenedImage]:
             width, height = _decoded_size(image)
             check_size((width, height), max_pixels)
             yield OpenedImage(image, height, width)
-    except (MediaError, MemoryError):  # the second says nothing of the image
+    except (MediaError, MemoryError, NobodyHasRoomError):  # the last two say nothing of the image
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(max_pixels) from error

@@ -5,12 +5,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from tokenmill_server.multimodal.asking import Admit, Check, NobodyHasRoomError
 from tokenmill_server.multimodal.items import PreparedItem
 
-Admit = Callable[[int], None]
-"""Called by who prepares an item, from any thread, with the number of its tokens once that is known, and again if it
-takes long. Raises if nobody has room for so many, or everybody is gone."""
-Work = Callable[[Admit], Coroutine[Any, Any, PreparedItem]]
+Work = Callable[[Admit, Check], Coroutine[Any, Any, PreparedItem]]
 
 
 class Waiter(Protocol):
@@ -21,10 +19,6 @@ class Waiter(Protocol):
 
     def check(self) -> None:
         """Raises what the client is to be told if `take` said no."""
-
-
-class NobodyHasRoomError(Exception):
-    """All requests that wanted an item at that time had no room for it, or were gone."""
 
 
 class Flights:
@@ -71,7 +65,7 @@ class _Flight:
         self._waiters: list[Waiter] = []
         self._num_tokens: int | None = None
         self._lock = threading.Lock()
-        self.task = asyncio.get_running_loop().create_task(work(self._admit))
+        self.task = asyncio.get_running_loop().create_task(work(self._admit, self._check))
 
     @property
     def is_deserted(self) -> bool:
@@ -94,4 +88,8 @@ class _Flight:
             waiters = list(self._waiters)
         have_room = [waiter.take(num_tokens) for waiter in waiters]  # all are asked
         if not any(have_room):
+            raise NobodyHasRoomError
+
+    def _check(self) -> None:
+        if self.is_deserted:
             raise NobodyHasRoomError

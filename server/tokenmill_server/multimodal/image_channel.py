@@ -2,6 +2,7 @@
 socket, each behind its length, and the bytes of files and tensors behind the message that announces them.
 """
 
+import select
 import socket
 import struct
 import time
@@ -34,7 +35,7 @@ class Job(msgspec.Struct, frozen=True):
     max_pixels: int
     wanted: WantedImage
     memory_bytes: int
-    """Address space that it may have meanwhile."""
+    """Address space that it may have meanwhile, beside what it had when it was ready."""
     cpu_s: int
 
 
@@ -112,6 +113,13 @@ class Channel:
         """As `receive`, whichever it is."""
         reply: Reply = self._receive(Reply)
         return reply
+
+    def has_message(self, within_s: float) -> bool:
+        """Whether one begins to arrive within so many seconds; or the end."""
+        self._wait_no_longer()
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(within_s * 1000))
 
     def read(self, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)

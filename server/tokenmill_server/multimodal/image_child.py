@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 
+from tokenmill_server.multimodal.asking import Asking
 from tokenmill_server.multimodal.decode import decode
 from tokenmill_server.multimodal.decoding_memory import return_large_blocks
 from tokenmill_server.multimodal.errors import MediaError
@@ -48,9 +49,10 @@ def serve(channel: Channel) -> None:
     setup = channel.receive(Setup)
     processor = ImageProcessor(setup.media, setup.options)
     channel.send(Ready())
+    num_own_bytes = _address_space()
     while True:
         job = channel.receive(Job)
-        _limit(resource.RLIMIT_AS, job.memory_bytes)
+        _limit(resource.RLIMIT_AS, num_own_bytes + job.memory_bytes)
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + job.cpu_s)
         try:
             _prepare(channel, job, processor)
@@ -80,13 +82,19 @@ def _prepare(channel: Channel, job: Job, processor: ImageProcessor) -> None:
         return None
 
     picture = decode(bytes(channel.read(job.num_bytes)), job.max_pixels)
-    item = make_item(processor, picture, job.wanted, lambda num_tokens: ask(Counted(num_tokens)), find)
+    item = make_item(processor, picture, job.wanted, Asking(lambda num_tokens: ask(Counted(num_tokens)), find))
     views = [memoryview(each.data) for each in item.tensors.values()]
     tensors = [
         Tensor(name, each.dtype, each.shape, view.nbytes)
         for (name, each), view in zip(item.tensors.items(), views, strict=True)
     ]
     channel.send(Packed(item.grid, tensors), *views)
+
+
+def _address_space() -> int:
+    """Bytes that this process has of it now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _limit(kind: int, wanted: int) -> None:

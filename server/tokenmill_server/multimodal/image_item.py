@@ -1,8 +1,8 @@
 """From a decoded image to a prepared one, in whatever process."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokenmill_server.multimodal.asking import Asking
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor
@@ -21,11 +21,9 @@ def make_item(
     processor: ImageProcessor,
     picture: Picture,
     wanted: WantedImage,
-    admit: Callable[[int], None],
-    find: Callable[[bytes], PreparedItem | None],
+    asking: Asking,
 ) -> PreparedItem:
-    """What `find` knows by its key, or else what the processor makes of it. `admit` is called with the number of its
-    tokens first, and raises if that is too many."""
-    admit(processor.num_tokens(picture, wanted.detail, wanted.said))
+    """What is found by its key, or else what the processor makes of it, if it is admitted."""
+    asking.admit(processor.num_tokens(picture, wanted.detail, wanted.said))
     key = processor.key(picture, wanted.detail, wanted.said)
-    return find(key) or processor.prepare(picture, wanted.detail, key, wanted.said)
+    return asking.find(key) or processor.prepare(picture, wanted.detail, key, wanted.said)

@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 from PIL import Image
 
+from tokenmill_server.multimodal.asking import Asking
 from tokenmill_server.multimodal.decode import Picture, check_size, decode, opened, to_picture
-from tokenmill_server.multimodal.decoding_memory import DecodingMemory
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory, Lease
 from tokenmill_server.multimodal.errors import MediaError
-from tokenmill_server.multimodal.flights import Admit
 from tokenmill_server.multimodal.image_item import WantedImage, make_item
 from tokenmill_server.multimodal.image_processes import CannotStartError, ImageFile, ImageProcesses
 from tokenmill_server.multimodal.items import PreparedItem
-from tokenmill_server.multimodal.prepared import Find
 from tokenmill_server.multimodal.processor import ImageProcessor
+from tokenmill_server.multimodal.retrying import tried_twice
 from tokenmill_server.multimodal.settings import MediaSettings
 
 logger = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ _LARGE_PIXELS_OF = {"WEBP": 1_000_000}
 class ImagePreparer:
     """Used from many threads at a time."""
 
-    def __init__(self, processor: ImageProcessor, settings: MediaSettings) -> None:
+    def __init__(self, processor: ImageProcessor, settings: MediaSettings, memory: DecodingMemory) -> None:
         self._processor = processor
         self._settings = settings
-        self._memory = DecodingMemory(settings.decoding_bytes)
+        self._memory = memory
         num_processes = settings.image_processes
         if num_processes is None:
             num_processes = min(settings.loading_threads, len(os.sched_getaffinity(0)))
@@ -48,25 +48,35 @@ class ImagePreparer:
         """All that decides, beside the image, what `prepare` makes of it."""
         return self._processor.options_text(wanted.detail, wanted.said)
 
-    def prepare(self, wanted: WantedImage, content: bytes | Image.Image, admit: Admit, find: Find) -> PreparedItem:
+    def prepare(self, wanted: WantedImage, content: bytes | Image.Image, asking: Asking) -> PreparedItem:
         """The image, or that in the file `content`. Takes long: call it in a thread.
 
-        Raises MediaError for what is no image, or goes beyond a limit; and what `admit` does.
+        Raises MediaError for what is no image, or goes beyond a limit; OverloadedError if its process is killed, also
+        in a second attempt; and what `asking` does.
         """
-        with self._memory.lease() as lease:
 
-            def reserve(height: int, width: int) -> None:
-                lease.take(self._processor.memory_bytes(height, width))
+        def attempt() -> PreparedItem:
+            with self._memory.lease() as lease:
+                return self._prepare(wanted, content, lease, asking)
 
-            picture = self._decode_small(content, reserve)
-            if isinstance(picture, ImageFile):
-                assert self._processes is not None
-                try:
-                    return self._processes.prepare(picture, wanted, reserve, admit, find)
-                except CannotStartError as error:
-                    self._warn(error)
-                picture = decode(picture.data, self._settings.max_pixels, reserve)
-            return make_item(self._processor, picture, wanted, admit, find)
+        asking.check()
+        return tried_twice(attempt, "image", asking.check)
+
+    def _prepare(self, wanted: WantedImage, content: bytes | Image.Image, lease: Lease, asking: Asking) -> PreparedItem:
+        def reserve(height: int, width: int) -> None:
+            lease.take(self._processor.memory_bytes(height, width), asking.check)
+
+        picture = self._decode_small(content, reserve)
+        if isinstance(picture, ImageFile):
+            assert self._processes is not None
+            try:
+                return self._processes.prepare(
+                    picture, wanted, lambda num_bytes: lease.take(num_bytes, asking.check), asking
+                )
+            except CannotStartError as error:
+                self._warn(error)
+            picture = decode(picture.data, self._settings.max_pixels, reserve)
+        return make_item(self._processor, picture, wanted, asking)
 
     def _decode_small(self, content: bytes | Image.Image, reserve: Callable[[int, int], None]) -> "Picture | ImageFile":
         """What is large stays as it is."""

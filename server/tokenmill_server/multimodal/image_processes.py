@@ -21,7 +21,8 @@ import numpy as np
 
 from tokenmill_engine.errors import OverloadedError
 from tokenmill_engine.messages import MediaTensor
-from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.asking import LOOK_UP_S, Asking, Check
+from tokenmill_server.multimodal.errors import CRASHES, DecoderKilledError, MediaError
 from tokenmill_server.multimodal.image_channel import (
     Answer,
     Channel,
@@ -37,21 +38,19 @@ from tokenmill_server.multimodal.image_item import WantedImage
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.processor import ImageProcessor
 
-Admit = Callable[[int], None]
-Find = Callable[[bytes], PreparedItem | None]
-
 _PROGRAM = "tokenmill_server.multimodal.image_child"
 _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH"})
 """What such a process is told of this one's: where the interpreter's own libraries may be, and no more."""
-_BASE_MEMORY_BYTES = 768 * 2**20
-"""Address space of a process with the libraries loaded, and what small things take."""
+_BASE_MEMORY_BYTES = 128 * 2**20
+"""What small things take, and what allocators keep."""
 _IDLE_S = 60.0
 _TIMEOUT_S = 60.0
 """For an image, and a second more for each megapixel: some hundred times what it takes. For starting a process too."""
 _END_S = 1.0
 _RETRY_S = 60.0
 """After a process could not be started."""
-_CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL}
+_GRACE_S = 1.0
+"""For an image that nobody wants any more, before its process is ended: starting another takes half of that."""
 
 
 class CannotStartError(Exception):
@@ -67,6 +66,11 @@ class ImageFile:
     width: int
     max_pixels: int
     """What it may have."""
+
+
+def memory_bytes(processor: ImageProcessor, file: ImageFile) -> int:
+    """What decoding and preparing an image in a process takes at the worst."""
+    return processor.memory_bytes(file.height, file.width) + 2 * len(file.data) + _BASE_MEMORY_BYTES
 
 
 class ImageProcesses:
@@ -87,19 +91,20 @@ class ImageProcesses:
         self._retry_at, self._reason = 0.0, ""
 
     def prepare(
-        self, file: ImageFile, wanted: WantedImage, reserve: Callable[[int, int], None], admit: Admit, find: Find
+        self, file: ImageFile, wanted: WantedImage, reserve: Callable[[int], None], asking: Asking
     ) -> PreparedItem:
-        """As `make_item` of what is in the file, once a process has time. `reserve` is called with its height and
-        width before anything is decoded, and may wait.
+        """As `make_item` of what is in the file, once a process has time. `reserve` is called with the bytes of memory
+        that it takes before anything is decoded, and may wait.
 
         Raises MediaError for a file that is no image, is damaged, makes its decoder crash, or takes too long or too
-        much; OverloadedError if the process has been killed; CannotStartError if there is none; what `admit` raises.
+        much; DecoderKilledError if the process has been killed; CannotStartError if there is none; what `asking`
+        does.
         """
-        process = self._take()
+        process = self._take(asking.check)
         try:
-            reserve(file.height, file.width)
-            memory_bytes = self._processor.memory_bytes(file.height, file.width)
-            return process.prepare(file, wanted, memory_bytes, admit, find)
+            num_bytes = memory_bytes(self._processor, file)
+            reserve(num_bytes)
+            return process.prepare(file, wanted, num_bytes, asking)
         finally:
             self._give_back(process)
 
@@ -116,7 +121,7 @@ class ImageProcesses:
             self._idle.clear()
             self._changed.notify_all()
 
-    def _take(self) -> "_Process":
+    def _take(self, check: Check) -> "_Process":
         """One that is idle, or a new one if there may be more."""
         with self._changed:
             while True:
@@ -129,7 +134,8 @@ class ImageProcesses:
                     self._end(process)
                 if len(self._all) + self._num_starting < self._max_processes:
                     break
-                self._changed.wait()
+                self._changed.wait(LOOK_UP_S)
+                check()
             if time.monotonic() < self._retry_at:
                 raise CannotStartError(self._reason)
             self._num_starting += 1
@@ -245,34 +251,32 @@ class _Process:
         self._channel.receive(Ready)
         self.is_idle = True
 
-    def prepare(
-        self, file: ImageFile, wanted: WantedImage, memory_bytes: int, admit: Admit, find: Find
-    ) -> PreparedItem:
+    def prepare(self, file: ImageFile, wanted: WantedImage, memory_bytes: int, asking: Asking) -> PreparedItem:
         """As `ImageProcesses.prepare`."""
         seconds = self._timeout_s + file.height * file.width / 1e6
-        memory_bytes += _BASE_MEMORY_BYTES + 2 * len(file.data)
         job = Job(len(file.data), file.max_pixels, wanted, memory_bytes, math.ceil(seconds))
         self.is_idle = False
         self._channel.allow(seconds)
         try:
             self._channel.send(job, file.data)
-            return self._follow(admit, find)
+            return self._follow(asking)
         except (ConnectionError, TimeoutError) as error:
             raise self._failure(isinstance(error, TimeoutError), seconds) from error
 
-    def _follow(self, admit: Admit, find: Find) -> PreparedItem:
+    def _follow(self, asking: Asking) -> PreparedItem:
         num_tokens, key = 0, b""
         while True:
+            self._await(asking.check)
             match self._channel.receive_reply():
                 case Counted(num_tokens):
                     try:
-                        admit(num_tokens)
+                        asking.admit(num_tokens)
                     except BaseException:
                         self._stop()
                         raise
                     self._channel.send(Answer(True))
                 case Keyed(key):
-                    item = find(key)
+                    item = asking.find(key)
                     if item is not None:
                         self._stop()
                         return item
@@ -286,6 +290,23 @@ class _Process:
                     raise MediaError(message or "the image takes more memory to decode than it may")
                 case unexpected:
                     raise ConnectionError(f"the process says {unexpected}")
+
+    def _await(self, check: Check) -> None:
+        """Until there is a message, or the end."""
+        while not self._channel.has_message(LOOK_UP_S):
+            try:
+                check()
+            except BaseException:
+                self._leave()
+                raise
+
+    def _leave(self) -> None:
+        """The image is not wanted while it is being decoded. The process is idle again if it soon asks, and else of no
+        use."""
+        self._channel.allow(_GRACE_S)
+        with suppress(OSError):
+            if isinstance(self._channel.receive_reply(), Counted | Keyed):
+                self._stop()
 
     def _stop(self) -> None:
         """The image is not wanted."""
@@ -310,9 +331,9 @@ class _Process:
         status = self._process.poll()
         if is_late or status == -signal.SIGXCPU:
             return MediaError(f"the image was not decoded within {seconds:.0f} s")
-        if status in _CRASHES:
+        if status in CRASHES:
             return MediaError("the image file is damaged: it makes its decoder crash")
-        return OverloadedError("the process that prepared the image was killed; send it again")
+        return DecoderKilledError("the process that prepared the image was killed; send it again")
 
     def kill(self) -> None:
         self._process.kill()

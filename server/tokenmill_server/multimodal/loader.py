@@ -16,17 +16,17 @@ from typing import TypeVar
 from PIL import Image
 
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
-from tokenmill_server.multimodal.decoding_memory import return_large_blocks
+from tokenmill_server.multimodal.asking import Asking
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory, return_large_blocks
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
-from tokenmill_server.multimodal.flights import Admit
 from tokenmill_server.multimodal.given_video import GivenVideo
 from tokenmill_server.multimodal.image_item import WantedImage
 from tokenmill_server.multimodal.image_preparer import ImagePreparer
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.names import file_name, given_name
 from tokenmill_server.multimodal.parts import MediaSource, VideoSource
-from tokenmill_server.multimodal.prepared import Find, Prepare, PreparedMedia, UnknownMediaError
+from tokenmill_server.multimodal.prepared import Prepare, PreparedMedia, UnknownMediaError
 from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
 from tokenmill_server.multimodal.supply import LoadedItem
@@ -111,7 +111,8 @@ class MediaLoader:
     ) -> None:
         """None: there are no images, or no videos, among the sources."""
         self.prepared = prepared
-        self._images = None if processor is None else ImagePreparer(processor, settings)
+        self._memory = DecodingMemory(settings.memory_bytes)
+        self._images = None if processor is None else ImagePreparer(processor, settings, self._memory)
         self._videos = videos
         self._flags = MediaWishes(settings.video_reading, settings.processor_kwargs)
         self._settings = settings
@@ -233,14 +234,12 @@ class MediaLoader:
 
     # --- in threads -----------------------------------------------------------------------------------------------
 
-    def _read_and_prepare(
-        self, url: str, prepare: Callable[..., PreparedItem], admit: Admit, find: Find
-    ) -> PreparedItem:
-        return prepare(read_data_url(url, Budget(self._settings.max_bytes)), admit, find)
+    def _read_and_prepare(self, url: str, prepare: Callable[..., PreparedItem], asking: Asking) -> PreparedItem:
+        return prepare(read_data_url(url, Budget(self._settings.max_bytes)), asking)
 
-    def _prepare_video(self, wishes: MediaWishes, video: bytes | GivenVideo, admit: Admit, find: Find) -> PreparedItem:
+    def _prepare_video(self, wishes: MediaWishes, video: bytes | GivenVideo, asking: Asking) -> PreparedItem:
         assert self._videos is not None
-        return self._videos.prepare(video, wishes, admit, find)
+        return self._videos.prepare(video, wishes, self._memory, asking)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.ipc.object_store import ObjectStore
+from tokenmill_server.multimodal.asking import Admit, Asking, Check, NobodyHasRoomError
 from tokenmill_server.multimodal.cache import ItemCache, KeyCache, ProcessorCache
-from tokenmill_server.multimodal.flights import Admit, Flights, NobodyHasRoomError, Waiter
+from tokenmill_server.multimodal.flights import Flights, Waiter
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.names import AmbiguousNameError, MediaNames
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
@@ -20,8 +21,7 @@ from tokenmill_server.multimodal.wholes import Wholes
 
 T = TypeVar("T")
 
-Find = Callable[[bytes], PreparedItem | None]
-Prepare = Callable[[Admit, Find], PreparedItem]
+Prepare = Callable[[Asking], PreparedItem]
 """Decodes, tells how many tokens it will be, looks whether the key is known already, and else prepares. Takes long and
 runs in a thread."""
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
@@ -88,11 +88,11 @@ class PreparedMedia:
         """
         cache = self._cache
         if cache is None:
-            with _alone(waiter) as admit:
-                return await in_thread(lambda: prepare(admit, _find_nothing))
+            with _alone(waiter) as (admit, check):
+                return await in_thread(lambda: prepare(Asking(admit, _find_nothing, check)))
         was_known = False
 
-        async def work(admit: Admit) -> PreparedItem:
+        async def work(admit: Admit, check: Check) -> PreparedItem:
             nonlocal was_known
 
             def find(key: bytes) -> PreparedItem | None:
@@ -102,7 +102,7 @@ class PreparedMedia:
                 return item
 
             def prepare_and_keep() -> PreparedItem:
-                item = prepare(admit, find)
+                item = prepare(Asking(admit, find, check))
                 if not was_known:
                     for piece in item.pieces:
                         cache.keep(piece)
@@ -116,8 +116,8 @@ class PreparedMedia:
             return item
 
         if name is None:
-            with _alone(waiter) as admit:
-                item, has_joined = await work(admit), False
+            with _alone(waiter) as (admit, check):
+                item, has_joined = await work(admit, check), False
         else:
             item, has_joined = await self._flights.join(name, waiter, work)
         self._on_lookup(has_joined or was_known)
@@ -127,8 +127,8 @@ class PreparedMedia:
         """What `prepare` yields, with tensors: the engine core lacks those of the item with this key. Several requests
         may want them at a time."""
 
-        async def work(admit: Admit) -> PreparedItem:
-            return await in_thread(lambda: prepare(admit, _find_nothing))
+        async def work(admit: Admit, check: Check) -> PreparedItem:
+            return await in_thread(lambda: prepare(Asking(admit, _find_nothing, check)))
 
         item, _ = await self._flights.join(b"again" + key, _Admitted(), work)
         return item
@@ -189,18 +189,21 @@ def _make_cache(placement: CachePlacement, store: ObjectStore | None) -> Process
 
 
 @contextmanager
-def _alone(waiter: Waiter) -> Iterator[Admit]:
+def _alone(waiter: Waiter) -> Iterator[tuple[Admit, Check]]:
     """For work that nobody else waits for, and this one until the context ends."""
     is_gone = False
 
-    def admit(num_tokens: int) -> None:
+    def check() -> None:
         if is_gone:
             raise NobodyHasRoomError
+
+    def admit(num_tokens: int) -> None:
+        check()
         waiter.take(num_tokens)
         waiter.check()
 
     try:
-        yield admit
+        yield admit, check
     finally:
         is_gone = True
 

@@ -54,9 +54,9 @@ class MediaSettings:
     """What holds where a request says nothing."""
     trusts_requests: bool = False
     """Whether requests may say something else."""
-    decoding_bytes: int = 2 * GIB
-    """Memory that the images which are being decoded and prepared may take together, as estimated. One that takes more
-    is decoded alone."""
+    memory_bytes: int = 4 * GIB
+    """Memory that the images and videos which are being decoded and prepared may take together, as estimated. One that
+    takes more is refused."""
     allow_redirects: bool = True
     allowed_domains: tuple[str, ...] = ()
     """Names of hosts, in lower case: media come from these alone, and whatever address they have. Empty: from every

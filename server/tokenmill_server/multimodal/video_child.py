@@ -4,9 +4,9 @@ Started by `video_process` with its path, never imported by the server: a decode
 memory ends with this process. It knows the standard library, PyAV, Pillow and blake3, and nothing of models.
 
 Arguments: the file descriptor that the file can be read from, and the limits as JSON (`Limits`). What goes in and out:
-one line of JSON out, with what the video is; one line of JSON in, with the frames that are wanted; those frames out, as
-RGB in the size wanted, and behind them 32 bytes, the blake3 digest of the frames as they were decoded. A failure is one
-line of JSON on the standard error output, and exit status 1.
+one line of JSON out, with what the video is; one line of JSON in, with the frames that are wanted and the memory that
+there is for them; those frames out, as RGB in the size wanted, and behind them 32 bytes, the blake3 digest of the
+frames as they were decoded. A failure is one line of JSON on the standard error output, and exit status 1.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class Limits:
     """Of a frame."""
     max_duration_s: float
     memory_bytes: int
-    """Address space."""
+    """Address space, beside what the libraries take that are loaded by then."""
     cpu_s: int
 
 
@@ -229,14 +229,15 @@ class Video:
             raise VideoError("duration", duration_s=seconds)
 
 
-def serve(video: Video, commands: BinaryIO, replies: BinaryIO) -> None:
-    """Tells what the video is, and gives the frames that are asked for."""
+def serve(video: Video, commands: BinaryIO, replies: BinaryIO, num_own_bytes: int) -> None:
+    """Tells what the video is, and gives the frames that are asked for. `num_own_bytes`: as `own_bytes`."""
     replies.write(json.dumps(video.facts()).encode() + b"\n")
     replies.flush()
     line = commands.readline()
     if not line:  # nobody wants any
         return
     plan = json.loads(line)
+    limit_memory(num_own_bytes + plan["memory_bytes"])
     size, resample = (plan["width"], plan["height"]), Image.Resampling(plan["resample"])
     hasher = blake3()
     for image in video.frames(plan["indices"]):
@@ -248,10 +249,26 @@ def serve(video: Video, commands: BinaryIO, replies: BinaryIO) -> None:
     replies.flush()
 
 
+def own_bytes() -> int:
+    """Address space of this process now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """No more address space than that, or than holds for all of this process's life."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most), most)
+    )
+
+
 def confine(limits: Limits) -> None:
-    """This process ends with its parent, and takes no more than it may."""
+    """This process ends with its parent, and takes no more than it may. Signals that a whole group of processes gets
+    are the parent's affair."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
@@ -261,10 +278,12 @@ def main() -> int:
     """Exit status: 0, or 1 with the reason on the standard error output."""
     limits = Limits(**json.loads(sys.argv[2]))
     confine(limits)
+    num_own_bytes = own_bytes()
+    limit_memory(num_own_bytes + limits.memory_bytes)
     av.logging.set_level(av.logging.PANIC)
     try:
         with open(int(sys.argv[1]), "rb") as file:
-            serve(Video(file, limits), sys.stdin.buffer, sys.stdout.buffer)
+            serve(Video(file, limits), sys.stdin.buffer, sys.stdout.buffer, num_own_bytes)
     except VideoError as failure:
         report = failure.report
     except BrokenPipeError:

@@ -7,14 +7,16 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.messages import MediaTensor
+from tokenmill_server.multimodal.asking import Asking, Find
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory
 from tokenmill_server.multimodal.errors import MediaError
-from tokenmill_server.multimodal.flights import Admit
 from tokenmill_server.multimodal.given_video import GivenVideo, resize_frames
 from tokenmill_server.multimodal.items import PreparedItem, media_tensor
-from tokenmill_server.multimodal.prepared import Find
+from tokenmill_server.multimodal.retrying import tried_twice
 from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
+from tokenmill_server.multimodal.video_memory import VideoShare, with_share
 from tokenmill_server.multimodal.video_options import VideoOptions
-from tokenmill_server.multimodal.video_process import FramePlan, VideoFacts, decode_video
+from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts, decode_video
 from tokenmill_server.multimodal.video_processor import (
     VideoPlan,
     group_key,
@@ -47,10 +49,14 @@ class VideoPreparer:
         sampling = self._sampling(wishes)
         return f"{sampling.reading} {sampling.is_stated} {sampling.options.text()}"
 
-    def prepare(self, video: bytes | GivenVideo, wishes: MediaWishes, admit: Admit, find: Find) -> PreparedItem:
-        """The video in a file, or of these frames. Takes long: call it in a thread.
+    def prepare(
+        self, video: bytes | GivenVideo, wishes: MediaWishes, memory: DecodingMemory, asking: Asking
+    ) -> PreparedItem:
+        """The video in a file, or of these frames. Takes long: call it in a thread. Files are decoded with some of
+        `memory`.
 
-        Raises MediaError for what is no video, goes beyond a limit, or the model does not take; and what `admit` does.
+        Raises MediaError for what is no video, goes beyond a limit, or the model does not take; OverloadedError if its
+        process is killed, also in a second attempt; and what `asking` does.
         """
         sampling = self._sampling(wishes)
         if isinstance(video, GivenVideo):  # no reader chooses among its frames
@@ -60,15 +66,25 @@ class VideoPreparer:
         def choose(facts: VideoFacts) -> FramePlan:
             plan = plan_video(facts, sampling, self._settings.max_video_frames)
             self._check(plan)
-            admit(plan.num_tokens)
+            asking.admit(plan.num_tokens)
             plans.append(plan)
             return plan.frames
 
+        def item(frames: Frames) -> PreparedItem:
+            return self._item(plans[-1], frames, sampling, asking.find)
+
         if isinstance(video, GivenVideo):
-            frames = resize_frames(video, self._settings, choose)
-        else:
-            frames = decode_video(video, self._settings, choose, lambda: admit(plans[0].num_tokens))
-        (plan,) = plans
+            return item(resize_frames(video, self._settings, choose))
+
+        def work(share: VideoShare) -> PreparedItem:
+            return item(decode_video(video, self._settings, choose, share, asking.check))
+
+        def attempt() -> PreparedItem:
+            return with_share(memory, len(video), self._settings.max_video_pixels, work, asking.check)
+
+        return tried_twice(attempt, "video", asking.check)
+
+    def _item(self, plan: VideoPlan, frames: Frames, sampling: Sampling, find: Find) -> PreparedItem:
         text = sampling.options.text()
         key = video_key(plan, frames, text)
         found = find(key)

@@ -21,22 +21,18 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_engine.errors import OverloadedError, TokenmillError, describe_os_error
+from tokenmill_server.multimodal.asking import LOOK_UP_S, Check, always
+from tokenmill_server.multimodal.errors import CRASHES, DecoderKilledError, MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.video_formats import CODEC_NAMES, container_of
+from tokenmill_server.multimodal.video_memory import VideoShare
 from tokenmill_server.processing.shown import shown
 
 _CHILD = Path(__file__).with_name("video_child.py")
 _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH"})
 """What such a process is told of this one's: where the interpreter's own libraries may be, and no more."""
 _DIGEST_BYTES = 32
-_BASE_MEMORY_BYTES = 768 * 2**20
-"""Address space of a process with the libraries loaded, and what small videos take."""
-_FRAMES_IN_DECODER = 24
-"""That a decoder may hold at a time, at most: 16 to refer to, and some on their way."""
-_BYTES_PER_PIXEL = 6
-"""Of a frame in a decoder: up to 16 bits for each of three channels."""
-_LOOK_UP_MS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +76,25 @@ def decode_video(
     data: bytes,
     settings: MediaSettings,
     choose: Callable[[VideoFacts], FramePlan],
-    go_on: Callable[[], None] | None = None,
+    share: VideoShare,
+    check: Check = always,
 ) -> Frames:
-    """Decodes what `choose` wants of the video `data`. What it raises ends the decoding; so does what `go_on` raises,
-    called several times a second from then on.
+    """Decodes what `choose` wants of the video `data`, with memory of `share`, which is made to fit. What `choose` and
+    `check` raise ends the decoding.
 
-    Raises MediaError for what is no video of a known kind, is damaged, or goes beyond a limit.
+    Raises MediaError for what is no video of a known kind, is damaged, or goes beyond a limit; MoreMemoryError if it
+    needs more than `share` has; DecoderKilledError; OverloadedError if no process can be started.
     """
     container = container_of(data)
-    with _child(data, container, settings) as child:
-        facts = VideoFacts(**json.loads(child.read_line()))
+    with _child(data, container, settings, share.child_bytes) as child:
+        facts = VideoFacts(**json.loads(child.read_line(check)))
         plan = choose(facts)
-        child.write_line({"indices": plan.indices, **_size_of(plan)})
+        memory_bytes = share.fit(facts.height * facts.width, (len(plan.indices), plan.height, plan.width))
+        child.write_line({"indices": plan.indices, "memory_bytes": memory_bytes, **_size_of(plan)})
         pixels = np.empty((len(plan.indices), plan.height, plan.width, 3), np.uint8)
-        child.read_into(pixels.reshape(-1).data, go_on or _always)
+        child.read_into(pixels.reshape(-1).data, check)
         digest = bytearray(_DIGEST_BYTES)
-        child.read_into(memoryview(digest), go_on or _always)
+        child.read_into(memoryview(digest), check)
     return Frames(pixels, bytes(digest))
 
 
@@ -115,7 +114,8 @@ class _Child:
         self._is_late.set()
         self._process.kill()
 
-    def read_line(self) -> bytes:
+    def read_line(self, check: Check) -> bytes:
+        self._await(check)
         line = _pipe(self._process.stdout).readline()
         if not line.endswith(b"\n"):
             raise self._failure()
@@ -129,21 +129,25 @@ class _Child:
         except BrokenPipeError:
             raise self._failure() from None
 
-    def read_into(self, view: memoryview, go_on: Callable[[], None]) -> None:
+    def read_into(self, view: memoryview, check: Check) -> None:
         pipe = _pipe(self._process.stdout)
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
         num_read = 0
         while num_read < len(view):
-            go_on()
-            if not poll.poll(_LOOK_UP_MS):
-                continue
+            self._await(check)
             count = pipe.readinto(view[num_read:])  # type: ignore[attr-defined]
             if not count:
                 raise self._failure()
             num_read += count
 
-    def _failure(self) -> MediaError:
+    def _await(self, check: Check) -> None:
+        """Until there is something to read, or the end."""
+        poll = select.poll()
+        poll.register(_pipe(self._process.stdout), select.POLLIN)
+        check()
+        while not poll.poll(LOOK_UP_S * 1000):
+            check()
+
+    def _failure(self) -> TokenmillError:
         """Why the process has ended early."""
         said = _pipe(self._process.stderr).read()
         self._process.wait()
@@ -157,35 +161,26 @@ class _Child:
         except (IndexError, ValueError):
             if self._process.returncode >= 0:  # not the file's fault: a library is missing
                 raise RuntimeError(f"videos cannot be decoded: {said.decode(errors='replace')}") from None
+            if self._process.returncode not in CRASHES:
+                return DecoderKilledError("the process that decoded the video was killed; send it again")
             report = {}
         return MediaError(_sentence(report, self._settings))
 
 
 @contextmanager
-def _child(data: bytes, container: str, settings: MediaSettings) -> Iterator[_Child]:
-    """A process that reads `data`; it is gone at the end."""
-    memory = _BASE_MEMORY_BYTES + len(data) + _FRAMES_IN_DECODER * _BYTES_PER_PIXEL * settings.max_video_pixels
+def _child(data: bytes, container: str, settings: MediaSettings, memory_bytes: int) -> Iterator[_Child]:
+    """A process that reads `data`; it is gone at the end. Raises OverloadedError if it cannot be started."""
     limits = {
         "container": container,
         "max_pixels": settings.max_video_pixels,
         "max_duration_s": settings.max_video_duration_s,
-        "memory_bytes": memory,
+        "memory_bytes": memory_bytes,
         "cpu_s": math.ceil(settings.video_decode_timeout_s),
     }
-    file = os.memfd_create("video", os.MFD_CLOEXEC)
     try:
-        _write_all(file, data)
-        process = subprocess.Popen(
-            [sys.executable, "-I", str(_CHILD), str(file), json.dumps(limits)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=(file,),
-            env={name: os.environ[name] for name in _ENVIRONMENT & os.environ.keys()},
-        )
-    finally:
-        os.close(file)
+        process = _start(data, json.dumps(limits))
+    except OSError as error:
+        raise OverloadedError(f"no process can be started to decode the video: {describe_os_error(error)}") from error
     child = _Child(process, settings)
     timer = threading.Timer(settings.video_decode_timeout_s, child.end_late)
     timer.daemon = True
@@ -198,8 +193,22 @@ def _child(data: bytes, container: str, settings: MediaSettings) -> Iterator[_Ch
             process.kill()
 
 
-def _always() -> None:
-    """Whoever wants the frames waits for them."""
+def _start(data: bytes, limits: str) -> subprocess.Popen[bytes]:
+    """Raises OSError, also if there is no memory for a copy of the file."""
+    file = os.memfd_create("video", os.MFD_CLOEXEC)
+    try:
+        _write_all(file, data)
+        return subprocess.Popen(
+            [sys.executable, "-I", str(_CHILD), str(file), limits],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(file,),
+            env={name: os.environ[name] for name in _ENVIRONMENT & os.environ.keys()},
+        )
+    finally:
+        os.close(file)
 
 
 def _write_all(file: int, data: bytes) -> None:

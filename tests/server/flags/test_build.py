@@ -119,6 +119,7 @@ CASES = [
     (["--allowed-media-domains", "a.example", "B.example"], "media.allowed_domains", ("a.example", "b.example")),
     (["--allowed-local-media-path", "/"], "media.local_path", "/"),
     (["--media-loading-threads", "3"], "media.loading_threads", 3),
+    (["--max-media-memory", "3G"], "media.memory_bytes", 3 * 2**30),
     (["--image-fetch-timeout", "2.5"], "media.fetch_timeout_s", 2.5),
     (["--max-media-bytes", "8M"], "media.max_bytes", 8 * 2**20),
     (["--max-image-pixels", "1m"], "media.max_pixels", 10**6),

@@ -5,36 +5,41 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from tests.support.server import PATIENCE_S, wait_for
-from tokenmill_server.multimodal.decoding_memory import DecodingMemory
+from tokenmill_server.multimodal.asking import NobodyHasRoomError
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory, Kind
+from tokenmill_server.multimodal.errors import MediaError
 
 
-class Image(threading.Thread):
+class Item(threading.Thread):
     """Takes memory, and gives it back when told to."""
 
-    def __init__(self, memory: DecodingMemory, num_bytes: int) -> None:
+    def __init__(self, memory: DecodingMemory, num_bytes: int, kind: Kind = "image") -> None:
         super().__init__(daemon=True)
-        self._memory, self._num_bytes = memory, num_bytes
-        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self._memory, self._num_bytes, self._kind = memory, num_bytes, kind
+        self.has_begun, self.may_end, self.is_gone = threading.Event(), threading.Event(), threading.Event()
         self.start()
 
     def run(self) -> None:
-        with self._memory.lease() as lease:
-            lease.take(self._num_bytes)
+        with contextlib.suppress(NobodyHasRoomError), self._memory.lease(self._kind) as lease:
+            lease.take(self._num_bytes, self.check)
             self.has_begun.set()
             self.may_end.wait()
+
+    def check(self) -> None:
+        if self.is_gone.is_set():
+            raise NobodyHasRoomError
 
     def end(self) -> None:
         self.may_end.set()
         self.join()
 
 
-def begun(image: Image) -> bool:
-    return image.has_begun.wait(PATIENCE_S)
+def begun(item: Item) -> bool:
+    return item.has_begun.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -42,15 +47,15 @@ def memory() -> DecodingMemory:
     return DecodingMemory(100)
 
 
-def waits(memory: DecodingMemory, count: int) -> Callable[[], bool]:
-    return lambda: len(memory._waiting) == count
+def wait_until_waiting(memory: DecodingMemory, count: int) -> None:
+    wait_for(lambda: len(memory._waiting) == count, PATIENCE_S, "items that wait")
 
 
 def test_what_fits_goes_on_at_once(memory: DecodingMemory) -> None:
-    images = [Image(memory, size) for size in (50, 30, 20)]
+    images = [Item(memory, size) for size in (50, 30, 20)]
     assert all(map(begun, images))
-    late = Image(memory, 1)
-    wait_for(waits(memory, 1), PATIENCE_S, "images that wait")
+    late = Item(memory, 1)
+    wait_until_waiting(memory, 1)
     assert not late.has_begun.is_set()
     images[2].end()
     assert begun(late)
@@ -59,13 +64,13 @@ def test_what_fits_goes_on_at_once(memory: DecodingMemory) -> None:
 
 
 def test_small_ones_do_not_overtake_a_large_one_for_ever(memory: DecodingMemory) -> None:
-    first, second = Image(memory, 60), Image(memory, 30)
+    first, second = Item(memory, 60), Item(memory, 30)
     assert begun(first)
     assert begun(second)
-    large = Image(memory, 80)
-    wait_for(waits(memory, 1), PATIENCE_S, "images that wait")
-    small = Image(memory, 10)  # there is room for it
-    wait_for(waits(memory, 2), PATIENCE_S, "images that wait")
+    large = Item(memory, 80)
+    wait_until_waiting(memory, 1)
+    small = Item(memory, 10)  # there is room for it
+    wait_until_waiting(memory, 2)
     second.end()
     assert not large.has_begun.is_set()
     assert not small.has_begun.is_set()
@@ -76,19 +81,79 @@ def test_small_ones_do_not_overtake_a_large_one_for_ever(memory: DecodingMemory)
     small.end()
 
 
-def test_one_larger_than_all_goes_on_alone(memory: DecodingMemory) -> None:
-    small = Image(memory, 1)
-    assert begun(small)
-    huge, other = Image(memory, 10_000), None
-    wait_for(waits(memory, 1), PATIENCE_S, "images that wait")
-    small.end()
-    assert begun(huge)
-    other = Image(memory, 1)
-    wait_for(waits(memory, 1), PATIENCE_S, "images that wait")
-    assert not other.has_begun.is_set()
-    huge.end()
+def test_images_and_videos_share_it(memory: DecodingMemory) -> None:
+    image = Item(memory, 60)
+    assert begun(image)
+    video = Item(memory, 41, "video")
+    wait_until_waiting(memory, 1)
+    assert not video.has_begun.is_set()
+    image.end()
+    assert begun(video)
+    other = Item(memory, 60)
+    wait_until_waiting(memory, 1)
+    video.end()
     assert begun(other)
     other.end()
+
+
+def test_small_images_wait_for_no_video(memory: DecodingMemory) -> None:
+    """Neither for those that run, which leave a quarter free, nor for those that wait."""
+    running, waiting = Item(memory, 75, "video"), Item(memory, 1, "video")
+    assert begun(running)
+    wait_until_waiting(memory, 1)
+    images = [Item(memory, 20), Item(memory, 5)]
+    assert all(map(begun, images))
+    late = Item(memory, 1)
+    wait_until_waiting(memory, 2)
+    running.end()
+    assert begun(waiting)
+    assert begun(late)
+    for each in (*images, waiting, late):
+        each.end()
+
+
+def test_many_images_do_not_keep_a_video_waiting_for_ever(memory: DecodingMemory) -> None:
+    first = Item(memory, 50)
+    assert begun(first)
+    video = Item(memory, 75, "video")
+    wait_until_waiting(memory, 1)
+    second = Item(memory, 20)  # there is room for it, but images have more than a quarter
+    wait_until_waiting(memory, 2)
+    assert not second.has_begun.is_set()
+    first.end()
+    assert begun(video)
+    assert begun(second)
+    video.end()
+    second.end()
+
+
+def test_one_larger_than_all_is_refused(memory: DecodingMemory) -> None:
+    with memory.lease() as image, memory.lease("video") as video:
+        with pytest.raises(MediaError, match="the image takes about 1 MiB of memory to decode, more than"):
+            image.take(101)
+        with pytest.raises(MediaError, match=r"the video takes .* that --max-media-memory leaves to one"):
+            video.take(76)
+        image.take(100)
+
+
+def test_who_is_gone_waits_no_longer(memory: DecodingMemory) -> None:
+    first = Item(memory, 100)
+    assert begun(first)
+    gone, late = Item(memory, 100), Item(memory, 1)
+    wait_until_waiting(memory, 2)
+    gone.is_gone.set()
+    gone.join(PATIENCE_S)
+    assert not gone.is_alive()
+    assert not gone.has_begun.is_set()
+    first.end()
+    assert begun(late)
+    late.end()
+    assert is_all_free(memory)
+
+
+def is_all_free(memory: DecodingMemory) -> bool:
+    with memory.lease() as lease:
+        return lease.resize(100)
 
 
 def test_it_is_given_back_whatever_happens(memory: DecodingMemory) -> None:
@@ -100,7 +165,23 @@ def test_it_is_given_back_whatever_happens(memory: DecodingMemory) -> None:
         lease.take(100)
         with pytest.raises(RuntimeError, match="at once"):
             lease.take(1)
-    assert memory.take(100) == 100
+    assert is_all_free(memory)
+
+
+def test_who_needs_less_gives_back_and_who_needs_more_does_not_wait(memory: DecodingMemory) -> None:
+    with memory.lease("video") as lease:
+        lease.take(70)
+        late = Item(memory, 60)
+        wait_until_waiting(memory, 1)
+        assert not lease.resize(71)  # another was first
+        assert lease.resize(40)
+        assert begun(late)
+        assert not lease.resize(41)
+        late.end()
+        assert lease.resize(75)
+        with pytest.raises(MediaError, match="--max-media-memory"):
+            lease.resize(76)
+    assert is_all_free(memory)
 
 
 _DECODING = """

@@ -8,12 +8,13 @@ import pytest
 
 from tests.support.prepared_items import made_up
 from tokenmill_engine.errors import ContextLengthError
+from tokenmill_server.multimodal.asking import Admit, Asking, Check, NobodyHasRoomError
 from tokenmill_server.multimodal.errors import MediaError
-from tokenmill_server.multimodal.flights import Admit, Flights, NobodyHasRoomError, Waiter
+from tokenmill_server.multimodal.flights import Flights, Waiter
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.loader import RoomFor, TokenRoom
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
-from tokenmill_server.multimodal.prepared import Find, PreparedMedia
+from tokenmill_server.multimodal.prepared import PreparedMedia
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,7 +33,7 @@ class Kitchen:
         self.num_begun = self.num_ended = self.num_cancelled = 0
         self.failure: Exception | None = None
 
-    async def work(self, admit: Admit) -> PreparedItem:
+    async def work(self, admit: Admit, check: Check) -> PreparedItem:
         self.num_begun += 1
         try:
             await self.admits.wait()
@@ -164,13 +165,16 @@ async def test_work_that_takes_long_learns_that_nobody_waits(placement: Placemen
     media = PreparedMedia(CachePlacement(placement, 1 << 20, 1))
     begun, gone, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def prepare(admit: Admit, _find: Find) -> PreparedItem:
-        admit(7)
-        admit(7)  # takes no more room
+    def prepare(asking: Asking) -> PreparedItem:
+        asking.check()
+        asking.admit(7)
+        asking.admit(7)  # takes no more room
         begun.set()
         gone.wait()
+        with pytest.raises(NobodyHasRoomError):
+            asking.admit(7)
         try:
-            admit(7)
+            asking.check()
         except NobodyHasRoomError:
             ended.set()
         return made_up(1)

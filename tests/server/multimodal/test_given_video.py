@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.video_decoding import SETTINGS, decode
 from tests.support.video_options import video_options
 from tests.support.videos import decoded, moving, video_file
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.given_video import GivenVideo, resize_frames
-from tokenmill_server.multimodal.settings import MediaSettings
-from tokenmill_server.multimodal.video_process import FramePlan, VideoFacts, decode_video
+from tokenmill_server.multimodal.video_process import FramePlan, VideoFacts
 from tokenmill_server.multimodal.video_reading import VideoReading
 from tokenmill_server.multimodal.video_sampling import Sampling, sample_frames
 
-SETTINGS = MediaSettings(video_decode_timeout_s=300.0)
 FILE = video_file(moving(12, 48, 64), rate=4)
 FRAMES = decoded(FILE)
 
@@ -28,7 +27,7 @@ def test_as_from_a_file(size: tuple[int, int]) -> None:
         told.append(facts)
         return FramePlan((2, 5, 9, 9), *size, resample=3)
 
-    wanted = decode_video(FILE, SETTINGS, choose)
+    wanted = decode(FILE, choose)
     some = [FRAMES[2], Image.fromarray(FRAMES[5]), FRAMES[9]]
     for video in (
         GivenVideo(FRAMES, 4.0, 12),

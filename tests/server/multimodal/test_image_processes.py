@@ -14,12 +14,13 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.support.image_helpers import FILE, PLAIN, helpers, in_thread, nothing, processor_of
+from tests.support.image_helpers import ASKING, FILE, PLAIN, helpers, in_thread, nothing, processor_of
 from tests.support.pictures import encoded, noise
 from tests.support.prepared_items import made_up
 from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.errors import OverloadedError
 from tokenmill_server.multimodal import image_processes
+from tokenmill_server.multimodal.asking import Asking
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.image_item import WantedImage
 from tokenmill_server.multimodal.image_processes import CannotStartError, ImageFile, ImageProcesses
@@ -44,14 +45,15 @@ def pool(processor: ImageProcessor) -> Iterator[ImageProcesses]:
 def prepare(
     pool: ImageProcesses,
     data: bytes = FILE,
-    reserve: Callable[[int, int], None] = nothing,
+    reserve: Callable[[int], None] = nothing,
     admit: Callable[[int], None] = nothing,
     find: Callable[[bytes], PreparedItem | None] = nothing,
     wanted: WantedImage = PLAIN,
+    check: Callable[[], None] = nothing,
 ) -> PreparedItem:
     with Image.open(io.BytesIO(data)) as image:
         file = ImageFile(data, image.height, image.width, 10**8)
-    return pool.prepare(file, wanted, reserve, admit, find)
+    return pool.prepare(file, wanted, reserve, Asking(admit, find, check))
 
 
 def turned() -> bytes:
@@ -100,7 +102,7 @@ def test_what_is_wrong_with_an_image(processor: ImageProcessor, pool: ImageProce
 def test_too_many_pixels(processor: ImageProcessor, pool: ImageProcesses) -> None:
     """A decoder may find more than the header said."""
     with pytest.raises(MediaError, match=r"90 x 60 pixels, more than the 5399 that --max-image-pixels"):
-        pool.prepare(ImageFile(FILE, 60, 89, 5399), PLAIN, nothing, nothing, nothing)
+        pool.prepare(ImageFile(FILE, 60, 89, 5399), PLAIN, nothing, ASKING)
 
 
 def test_an_image_that_is_not_wanted(processor: ImageProcessor, pool: ImageProcesses) -> None:
@@ -140,6 +142,71 @@ def test_a_process_that_is_killed(processor: ImageProcessor, pool: ImageProcesse
         prepare(pool, **at)  # type: ignore[arg-type]
     assert helpers() == []
     assert prepare(pool) == in_thread(processor)
+
+
+def gone_when(is_gone: threading.Event) -> Callable[[], None]:
+    def check() -> None:
+        if is_gone.is_set():
+            raise LookupError("nobody is there")
+
+    return check
+
+
+def test_an_image_that_nobody_wants_while_it_is_decoded(processor: ImageProcessor, pool: ImageProcesses) -> None:
+    """Its process does not go on for long."""
+    prepare(pool)
+    (before,) = helpers()
+    is_gone = threading.Event()
+
+    def stop(*_arguments: object) -> None:
+        before.suspend()
+        is_gone.set()
+
+    with pytest.raises(LookupError, match="nobody is there"):
+        prepare(pool, reserve=stop, check=gone_when(is_gone))
+    assert helpers() == []
+    assert prepare(pool) == in_thread(processor)
+
+
+def test_a_process_that_asks_soon_stays(processor: ImageProcessor, pool: ImageProcesses) -> None:
+    prepare(pool)
+    (before,) = helpers()
+    is_gone = threading.Event()
+
+    def stop(*_arguments: object) -> None:
+        before.suspend()
+        is_gone.set()
+
+    def check() -> None:
+        if is_gone.is_set():
+            before.resume()
+            raise LookupError("nobody is there")
+
+    with pytest.raises(LookupError, match="nobody is there"):
+        prepare(pool, reserve=stop, check=check)
+    assert helpers() == [before]
+    assert prepare(pool) == in_thread(processor)
+
+
+def test_who_is_gone_waits_for_no_process(pool: ImageProcesses) -> None:
+    is_gone, may_end, begun = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(*_arguments: object) -> None:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            first = threads.submit(prepare, pool, reserve=hold)
+            assert begun.wait(PATIENCE_S)
+            second = threads.submit(prepare, pool, check=gone_when(is_gone))
+            is_gone.set()
+            with pytest.raises(LookupError, match="nobody is there"):
+                second.result(PATIENCE_S)
+            assert not first.done()
+        finally:
+            may_end.set()
+        first.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
@@ -214,13 +281,11 @@ def starts(pool: ImageProcesses) -> bool:
     return True
 
 
-def test_memory(pool: ImageProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory(pool: ImageProcesses) -> None:
     """A file cannot make its decoder take more than was reserved for it."""
     prepare(pool)
-    monkeypatch.setattr(image_processes, "_BASE_MEMORY_BYTES", 300 * 2**20)
     with pytest.raises(MediaError, match="takes more memory to decode than it may"):
-        pool.prepare(ImageFile(encoded(np.zeros((8000, 8000, 3), np.uint8)), 1, 1, 10**8), PLAIN, *[nothing] * 3)
-    monkeypatch.undo()
+        pool.prepare(ImageFile(encoded(np.zeros((8000, 8000, 3), np.uint8)), 1, 1, 10**8), PLAIN, nothing, ASKING)
     prepare(pool)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -174,7 +174,7 @@ class HeldVideos:
     def options_text(self, wishes: MediaWishes) -> str:
         return ""
 
-    def prepare(self, data: bytes, wishes: MediaWishes, admit: Callable[[int], None], find: object) -> PreparedItem:
+    def prepare(self, data: bytes, *_arguments: object) -> PreparedItem:
         self.num_begun += 1
         self.may_end.wait()
         raise MediaError("the video is held")
@@ -229,7 +229,7 @@ def test_what_has_no_room_is_not_prepared(loader: MediaLoader, processor: Watche
 
 def test_images_that_are_decoded_share_memory(processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one there is one at a time, however many threads there are."""
-    small = loader_of(processor, replace(SETTINGS, decoding_bytes=processor.memory_bytes(20, 30)))
+    small = loader_of(processor, replace(SETTINGS, memory_bytes=processor.memory_bytes(20, 30)))
     assert small._images is not None
     memory = small._images._memory
     now, most, num_done, lock = 0, 0, 0, threading.Lock()
@@ -247,7 +247,9 @@ def test_images_that_are_decoded_share_memory(processor: WatchedProcessor, monke
         return item
 
     monkeypatch.setattr(processor, "prepare", prepare)
-    sizes = [(20, 30), (90, 90), (20, 30), (10, 10), (20, 30)] * 4  # the second is larger than all there is
+    sizes = [(20, 30), (20, 20), (20, 30), (19, 30), (20, 30)] * 4
     load(small, *(source(picture_url(*size, seed)) for seed, size in enumerate(sizes)))
-    small.close()
     assert most == 1
+    with pytest.raises(MediaError, match=r"takes about 1 MiB .* more than the 0 MiB that --max-media-memory leaves"):
+        load(small, source(picture_url(21, 30)))
+    small.close()

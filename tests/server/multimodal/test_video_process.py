@@ -1,5 +1,6 @@
 """Decoding of videos in processes of their own: the right frames, limits, and files that are no videos."""
 
+import contextlib
 import io
 import os
 import signal
@@ -18,13 +19,15 @@ from PIL import Image
 
 from tests.support.pictures import encoded, noise
 from tests.support.server import PATIENCE_S, wait_for
+from tests.support.video_decoding import SETTINGS, decode
 from tests.support.videos import decoded, moving, video_file
-from tokenmill_server.multimodal import video_process
-from tokenmill_server.multimodal.errors import MediaError
-from tokenmill_server.multimodal.settings import MediaSettings
-from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts, decode_video
+from tokenmill_engine.errors import OverloadedError
+from tokenmill_server.multimodal import video_memory, video_process
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory
+from tokenmill_server.multimodal.errors import DecoderKilledError, MediaError
+from tokenmill_server.multimodal.video_memory import VideoShare, with_share
+from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts
 
-SETTINGS = MediaSettings(video_decode_timeout_s=300.0)
 FRAMES = moving(60, 48, 64)
 WANTED = (0, 1, 7, 9, 10, 11, 12, 23, 24, 25, 38, 39, 40, 58, 59)
 
@@ -35,7 +38,7 @@ def read(
     def choose(facts: VideoFacts) -> FramePlan:
         return FramePlan(indices, *(size or (facts.height, facts.width)), resample=3)
 
-    return decode_video(data, settings, choose)
+    return decode(data, choose, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_the_frames_that_were_asked_for(kind: str, codec: str, options: dict[str
         facts.append(found)
         return FramePlan(WANTED, found.height, found.width, 3)
 
-    frames = decode_video(data, SETTINGS, choose)
+    frames = decode(data, choose)
     assert facts == [VideoFacts(64, 48, 60, 10.0)]
     np.testing.assert_array_equal(frames.pixels, [wanted[index] for index in WANTED])
 
@@ -163,7 +166,7 @@ def test_a_plan_that_is_refused_ends_the_decoding() -> None:
 
     before = children()
     with pytest.raises(MediaError, match="60 are too many"):
-        decode_video(video_file(FRAMES), SETTINGS, choose)
+        decode(video_file(FRAMES), choose)
     assert children() == before
 
 
@@ -187,30 +190,57 @@ def test_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_frames_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whether the decoder says nothing, or frame after frame."""
+    """Whether the decoder says nothing at all, nothing more, or frame after frame."""
     facts = 'import json; print(json.dumps({"width": 64, "height": 48, "num_frames": 60, "fps": 1.0}), flush=True)\n'
     before = children()
-    for rest in ("import signal\nsignal.pause()\n", "import sys\nwhile True: sys.stdout.buffer.write(bytes(64))\n"):
-        with_child(monkeypatch, tmp_path, facts + rest)
+    silence = "import signal\nsignal.pause()\n"
+    for program in (silence, facts + silence, facts + "import sys\nwhile True: sys.stdout.buffer.write(bytes(64))\n"):
+        with_child(monkeypatch, tmp_path, program)
         asked = []
 
-        def go_on(asked: list[int] = asked) -> None:
+        def check(asked: list[int] = asked) -> None:
             asked.append(1)
-            if len(asked) == 3:
+            if len(asked) == 5:
                 raise LookupError("nobody is there")
 
         with pytest.raises(LookupError, match="nobody is there"):
-            decode_video(
-                video_file(FRAMES), SETTINGS, lambda _: FramePlan(tuple(range(60)), 1000, 1000, resample=3), go_on
-            )
+            decode(video_file(FRAMES), lambda _: FramePlan(tuple(range(60)), 1000, 1000, resample=3), check)
         assert children() == before
 
 
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGFPE"])
 def test_a_decoder_that_crashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     with_child(monkeypatch, tmp_path, f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
     with pytest.raises(MediaError, match="damaged or incomplete"):
         read(video_file(FRAMES))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGUSR1"])
+def test_a_decoder_that_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """That is no fault of the file."""
+    with_child(monkeypatch, tmp_path, f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
+    with pytest.raises(DecoderKilledError, match="was killed; send it again"):
+        read(video_file(FRAMES))
+
+
+def test_it_is_not_for_a_decoder_to_end() -> None:
+    """Signals that a whole group of processes gets are the server's affair."""
+
+    def choose(facts: VideoFacts) -> FramePlan:
+        (child,) = psutil.Process().children()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            child.send_signal(number)
+        return FramePlan((0,), facts.height, facts.width, 3)
+
+    assert len(decode(video_file(FRAMES), choose).pixels) == 1
+
+
+def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OverloadedError, match=r"no process can be started to decode the video: .*/nowhere/python"):
+        read(video_file(FRAMES))
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_a_decoder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -223,23 +253,65 @@ def test_a_decoder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file cannot make its decoder take more than the limits leave it."""
     data = video_file(moving(3, 1024, 1024))
-    monkeypatch.setattr(video_process, "_FRAMES_IN_DECODER", 0)
-    monkeypatch.setattr(video_process, "_BASE_MEMORY_BYTES", 400 * 2**20)
+    monkeypatch.setattr(video_memory, "_FRAMES_IN_DECODER", 0)
+    monkeypatch.setattr(video_memory, "_BYTES_PER_RESIZED_PIXEL", 0)
     assert read(data, (0,), (16, 16)).pixels.shape == (1, 16, 16, 3)
     with pytest.raises(MediaError, match="takes more memory to decode than it may"):
-        read(data, (0,), (16384, 16384))
+        read(data, (0,), (8192, 8192))
+    monkeypatch.undo()
+    assert read(data, (0,), (8192, 8192)).pixels.shape == (1, 8192, 8192, 3)
+
+
+def test_a_process_may_take_what_its_video_has() -> None:
+    """All memory of videos is less than the largest of them might need."""
+    limits: list[int] = []
+
+    def choose(facts: VideoFacts) -> FramePlan:
+        (child,) = psutil.Process().children()
+        limits.append(child.rlimit(psutil.RLIMIT_AS)[0])
+        return FramePlan((0,), facts.height, facts.width, 3)
+
+    data = video_file(FRAMES)
+    for num_gib in (4, 1):
+        decode(data, choose, settings=replace(SETTINGS, memory_bytes=num_gib * 2**30))
+    assert 2**30 < limits[0] < 3 * 2**30
+    assert limits[1] < 2**30
+    with pytest.raises(MediaError, match=r"the video takes about 193 MiB .* 150 MiB that --max-media-memory leaves"):
+        decode(data, choose, settings=replace(SETTINGS, memory_bytes=200 * 2**20))
+    assert len(limits) == 2
+
+
+def test_a_video_that_takes_more_than_was_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins again when there is as much, and holds nothing until then."""
+    memory, held = DecodingMemory(4 * 2**30), contextlib.ExitStack()
+    held.enter_context(memory.lease()).take(2 * 2**30)
+    data, num_begun = video_file(FRAMES), 0
+
+    def work(share: VideoShare) -> int:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 2:
+            assert not memory._waiting
+        return share.fit(48 * 64, (60, 2000, 2000))
+
+    def check() -> None:
+        assert num_begun == 1
+        assert memory._used == {"image": 2 * 2**30, "video": 0}
+        held.close()
+
+    assert with_share(memory, len(data), 48 * 64, work, check) < 2**30
+    assert num_begun == 2
 
 
 def test_it_ends_with_the_server() -> None:
     """Even if that is killed while a video is decoded."""
     program = (
         "import sys, time\n"
-        "from tests.server.multimodal.test_video_process import FRAMES, SETTINGS, video_file\n"
-        "from tokenmill_server.multimodal.video_process import decode_video\n"
+        "from tests.server.multimodal.test_video_process import FRAMES, decode, video_file\n"
         "def choose(facts):\n"
         "    print('decoding', flush=True)\n"
         "    time.sleep(600)\n"
-        "decode_video(video_file(FRAMES), SETTINGS, choose)\n"
+        "decode(video_file(FRAMES), choose)\n"
     )
     path = os.pathsep.join(sys.path)
     parent = subprocess.Popen(
