@@ -121,7 +121,7 @@ class EngineMetrics:
         )
         self.encoder_time = build.histogram(
             "encoder_time_seconds",
-            "Part of a step's time in which it encoded images or videos, of steps that did; none with pipeline stages.",
+            "Part of a step's time in which it encoded images or videos, of steps that did.",
             STEP_TIME_BUCKETS,
         )
         self.num_preemptions = build.counter(

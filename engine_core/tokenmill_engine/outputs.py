@@ -169,8 +169,8 @@ class StepResult:
     """Seconds of the step: on a GPU from when its enqueueing began, or the step before ended if that was later, to its
     end; of a model in stages, in the slowest one. 0 if it was not measured."""
     encoder_s: float = 0.0
-    """Seconds that the worker of this result encoded media in, part of `elapsed_s`. 0 if it was not measured, as in a
-    model in stages."""
+    """Seconds that the worker of this result encoded media in, or that of the first stage whose part it has; part of
+    `elapsed_s`. 0 if it was not measured."""
     lost_entries: tuple[int, ...] = ()
     """Entries of `StepMedia` that are not there although they should be: their images could not be encoded."""
 

@@ -25,6 +25,7 @@ from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.media_rehearsal import MediaRehearsal
 from tokenmill_engine.worker.model_runner import Hidden, ModelRunner
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
+from tokenmill_engine.worker.results import StepTimes
 from tokenmill_engine.worker.runner import Runner
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 from tokenmill_engine.worker.stages import Inlet, RelayRunner, inlet_of
@@ -130,8 +131,8 @@ class CpuSteps:
 class _CpuStep:
     def __init__(self, steps: CpuSteps, plan: StepPlan) -> None:
         self._started = time.perf_counter()
-        self._slowest_s = 0.0
-        """What another stage took, the one that took longest."""
+        self._before = StepTimes()
+        """What other stages took."""
         self._steps, self._plan = steps, plan
         steps.tables.apply(plan)
         self._inputs = steps.preparer.prepare(plan)
@@ -148,7 +149,7 @@ class _CpuStep:
         return Hidden(every if index is None else every.index_select(0, index), every)
 
     def _receive(self, inlet: Inlet) -> Stream:
-        stream, self._slowest_s = inlet.receive(self._plan)
+        stream, self._before = inlet.receive(self._plan)
         # The other stages' time does not come on top: all of them work at once, on different steps.
         self._started = time.perf_counter()
         return stream
@@ -159,13 +160,13 @@ class _CpuStep:
         return sampled
 
     def finish(self, sampled: Sampled) -> "_Finished":
-        elapsed_s = max(self._slowest_s, time.perf_counter() - self._started)
-        return _Finished(sampled.token_ids.numpy(), elapsed_s)
+        elapsed_s = max(self._before.elapsed_s, time.perf_counter() - self._started)
+        return _Finished(sampled.token_ids.numpy(), StepTimes(elapsed_s, self._before.encoder_s))
 
 
 class _Finished:
-    def __init__(self, token_ids: NDArray[np.int32], elapsed_s: float) -> None:
-        self._result = token_ids, elapsed_s
+    def __init__(self, token_ids: NDArray[np.int32], times: StepTimes) -> None:
+        self._result = token_ids, times
 
-    def wait(self) -> tuple[NDArray[np.int32], float]:
+    def wait(self) -> tuple[NDArray[np.int32], StepTimes]:
         return self._result

@@ -2,8 +2,8 @@
 
 All stages carry out the same plans in the same order, and no host waits for another stage: the device does, for a
 message to come in and for the room of one that went out. A message is the stream of a step, for as many tokens as its
-graph has, and how long the slowest stage took. The tokens that the last stage sampled reach the first one beside later
-plans, and no other stage looks at token ids.
+graph has, how long the slowest stage took and how long the first one encoded. The tokens that the last stage sampled
+reach the first one beside later plans, and no other stage looks at token ids.
 """
 
 import copy
@@ -28,7 +28,7 @@ _GRAIN = 256
 
 
 class MessageLayout:
-    """Where things are in a message, uint8 [num_bytes]. The time comes first, then the two parts of the stream."""
+    """Where things are in a message, uint8 [num_bytes]. The times come first, then the two parts of the stream."""
 
     def __init__(self, model: DenseDecoder) -> None:
         self._hidden_size, self._dtype = model.architecture.hidden_size, model.dtype
@@ -37,9 +37,9 @@ class MessageLayout:
         """Of a message of so many tokens."""
         return _GRAIN + 2 * self._part_bytes(num_tokens)
 
-    def slowest(self, message: torch.Tensor) -> torch.Tensor:
-        """int64 [1]: ns that the slowest stage so far took."""
-        return message[:8].view(torch.int64)
+    def times(self, message: torch.Tensor) -> torch.Tensor:
+        """int64 [2]: ns that the slowest stage so far took, and that the first one encoded media in."""
+        return message[:16].view(torch.int64)
 
     def stream(self, message: torch.Tensor, num_tokens: int) -> Stream:
         """The stream of a message of so many tokens."""
@@ -62,7 +62,7 @@ class CudaInlet:
         self._layout = MessageLayout(model)
         size = self._layout.num_bytes(inputs.max_tokens)
         self._message = torch.zeros(size, dtype=torch.uint8, device=inputs.tables.device)
-        self.slowest = self._layout.slowest(self._message)
+        self.times = self._layout.times(self._message)
         """As in a message; of the one received last."""
         self._chain: Chain | None = None
 
@@ -149,7 +149,9 @@ class CudaRelay:
         max_bytes = self._layout.num_bytes(inputs.max_tokens)
         self._message = torch.zeros(max_bytes, dtype=torch.uint8, device=device)
         """Of the step under way: graphs write it."""
-        self._clock = StageClock(self._layout.slowest(self._message))
+        self._clock = StageClock(self._layout.times(self._message))
+        self._encoded = False
+        """Whether the step before encoded media."""
         # All steps that are under way at once may be here, but for the one that the next stage has.
         self._outlet = Outlet(max_bytes, num_stages, device)
         self._no_tokens = torch.zeros(0, dtype=torch.int32, device=device)
@@ -178,7 +180,7 @@ class CudaRelay:
         """Enqueue one step."""
         entry = self.inputs.ring.begin()
         rows = self._stage(plan, entry)
-        media = self.inputs.prepare_media(self.media, plan, rows)
+        media = self._prepare_media(plan, rows)
         shape = None if self.ladder is None else self.ladder.padded(plan)
         num_tokens = plan.num_tokens if shape is None else shape.num_tokens
         if self._inlet is not None:
@@ -204,10 +206,23 @@ class CudaRelay:
         incoming = None if self._inlet is None else self._inlet.stream(shape.num_tokens, num_sent)
         outgoing = self.model.run_layers(batch, self.kv_caches, incoming)
         self.inputs.advance(self._no_tokens)
-        self._clock.stop(None if self._inlet is None else self._inlet.slowest)
+        self._clock.stop(None if self._inlet is None else self._inlet.times)
         for part, source in zip(self._layout.stream(self._message, num_sent), outgoing, strict=True):
             part[: shape.num_tokens].copy_(source)
         return self._message[: self._layout.num_bytes(num_sent)]
+
+    def _prepare_media(self, plan: StepPlan, rows: StepRows) -> MediaParts | None:
+        """As `CudaInputs.prepare_media`; the message tells how long it took."""
+        encodes = self._inlet is None and plan.media is not None and bool(plan.media.encode)
+        if encodes:
+            self._clock.start_encoding()
+        media = self.inputs.prepare_media(self.media, plan, rows)
+        if encodes:
+            self._clock.stop_encoding()
+        elif self._encoded:
+            self._clock.encode_nothing()
+        self._encoded = encodes
+        return media
 
     def _stage(self, plan: StepPlan, entry: StepEntry) -> StepRows:
         sampled = self.inputs.tables.sampled_changes(plan) if self._inlet is None else []
@@ -247,5 +262,5 @@ class CudaRelayedStep:
 
     def wait(self) -> StepResult:
         """A result without tokens, when this stage is done."""
-        _, elapsed_s = self._tokens.wait()
-        return without_tokens(self._plan, elapsed_s)
+        _, times = self._tokens.wait()
+        return without_tokens(self._plan, times.elapsed_s)

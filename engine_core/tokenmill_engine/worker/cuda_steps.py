@@ -186,7 +186,7 @@ class _CudaStep:
 
     def finish(self, sampled: Sampled) -> StepTokens:
         if self._steps.inlet is not None:
-            self._entry.note_slowest(self._steps.inlet.slowest)
+            self._entry.note_before(self._steps.inlet.times)
         return self._entry.finish(self._turn, len(sampled.token_ids))
 
 

@@ -15,11 +15,21 @@ from tokenmill_engine.worker.inputs import StepRows
 _INVALID_MESSAGE = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What is known of a step that is done, in seconds; 0 for what nobody measured."""
+
+    elapsed_s: float = 0.0
+    """On the device; of a model in stages, in the slowest one so far."""
+    encoder_s: float = 0.0
+    """That a stage before this one encoded media in."""
+
+
 class HostTokens(Protocol):
     """Sampled tokens that are on their way."""
 
-    def wait(self) -> tuple[NDArray[np.int32], float]:
-        """[num_samples] tokens, and the seconds that the step took on the device; blocks until it is done."""
+    def wait(self) -> tuple[NDArray[np.int32], StepTimes]:
+        """[num_samples] tokens, and what the step took; blocks until it is done."""
 
 
 @dataclass(slots=True)
@@ -72,7 +82,7 @@ class PendingResult:
 
     def wait(self) -> StepResult:
         """Blocks until the device is done with the step. Call it once."""
-        sampled, elapsed_s = self._tokens.wait()
+        sampled, times = self._tokens.wait()
         token_ids = np.full((self._plan.num_reqs, 1), INVALID_TOKEN, np.int32)
         token_ids[self._sample_rows, 0] = sampled
         num_new = (token_ids[:, 0] >= 0).astype(np.int32)
@@ -93,8 +103,8 @@ class PendingResult:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
-            elapsed_s=elapsed_s,
-            encoder_s=self._encoder_time.seconds() if self._encoder_time is not None else 0.0,
+            elapsed_s=times.elapsed_s,
+            encoder_s=self._encoder_time.seconds() if self._encoder_time is not None else times.encoder_s,
         )
         return result if self._missing is None else without_images(result, [self._missing.told(self._plan.step)])
 

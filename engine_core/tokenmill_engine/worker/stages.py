@@ -2,7 +2,7 @@
 
 All stages carry out the same plans in the same order. Those before the last one sample nothing: the tokens that the
 last one sampled reach the first beside later plans, and no other stage looks at token ids. With the stream goes how
-long the slowest stage took: steps follow each other as quickly as that one works.
+long the slowest stage took: steps follow each other as quickly as that one works; and how long the first one encoded.
 """
 
 import math
@@ -15,10 +15,10 @@ from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan, StepResult
 from tokenmill_engine.worker.encoder import MediaInputs
 from tokenmill_engine.worker.inputs import CpuPreparer
-from tokenmill_engine.worker.results import without_tokens
+from tokenmill_engine.worker.results import StepTimes, without_tokens
 from tokenmill_engine.worker.slots import SlotTables
 
-_SECONDS = torch.float64
+_SECONDS, _TIMES_BYTES = torch.float64, 16
 
 
 class Inlet:
@@ -29,20 +29,20 @@ class Inlet:
         self._dtype = model.dtype
         self._chain = chain
 
-    def receive(self, plan: StepPlan) -> tuple[Stream, float]:
-        """The stream of all tokens of `plan`, and the seconds that the slowest stage so far took for it. Waits until
-        the stage before is done."""
+    def receive(self, plan: StepPlan) -> tuple[Stream, StepTimes]:
+        """The stream of all tokens of `plan`, and what the stages so far took for it. Waits until the stage before is
+        done."""
         shape = (2, plan.num_tokens, self._hidden_size)
         num_bytes = math.prod(shape) * self._dtype.itemsize
-        message = torch.empty(num_bytes + _SECONDS.itemsize, dtype=torch.uint8)
+        message = torch.empty(num_bytes + _TIMES_BYTES, dtype=torch.uint8)
         self._chain.receive(message, plan.step)
         hidden, residual = message[:num_bytes].view(self._dtype).view(shape)
-        return (hidden, residual), float(message[num_bytes:].clone().view(_SECONDS))
+        return (hidden, residual), StepTimes(*message[num_bytes:].clone().view(_SECONDS).tolist())
 
 
-def pack(stream: Stream, elapsed_s: float) -> torch.Tensor:
+def pack(stream: Stream, times: StepTimes) -> torch.Tensor:
     """What goes from stage to stage, as `Inlet` takes it: bytes [num_bytes]."""
-    tail = torch.tensor([elapsed_s], dtype=_SECONDS)
+    tail = torch.tensor([times.elapsed_s, times.encoder_s], dtype=_SECONDS)
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (*stream, tail)])
 
 
@@ -75,12 +75,14 @@ class RelayRunner:
         self._preparer.take_in(plan.sampled)
         self._tables.apply(plan)
         inputs = self._preparer.prepare(plan)
-        incoming, slowest_s = self._inlet.receive(plan) if self._inlet is not None else (None, 0.0)
+        incoming, before = self._inlet.receive(plan) if self._inlet is not None else (None, StepTimes())
         started = time.perf_counter()
         if self._media is not None:
             self._media.complete(plan, inputs)
         stream = self._model.run_layers(inputs.batch, self._kv_caches, incoming)
-        self._chain.send(pack(stream, max(slowest_s, time.perf_counter() - started)), plan.step)
+        encoder_time, elapsed_s = inputs.rows.encoder_time, max(before.elapsed_s, time.perf_counter() - started)
+        encoder_s = before.encoder_s if encoder_time is None else encoder_time.seconds()
+        self._chain.send(pack(stream, StepTimes(elapsed_s, encoder_s)), plan.step)
         self._preparer.count(plan)
         return RelayedStep(plan)
 

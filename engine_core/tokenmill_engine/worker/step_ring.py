@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.worker.inputs import StepRows
+from tokenmill_engine.worker.results import StepTimes
 from tokenmill_engine.worker.slots import Write
 from tokenmill_kernels.gpu import exchange
 from tokenmill_kernels.gpu.exchange import EntryShape
@@ -32,7 +33,7 @@ class StepEntry:
         self,
         sent: NDArray[np.int32],
         received: NDArray[np.int32],
-        slowest: torch.Tensor,
+        before: torch.Tensor,
         shape: EntryShape,
         on_cuda: bool,
     ) -> None:
@@ -45,8 +46,9 @@ class StepEntry:
         self._index = np.arange(shape.num_rows + 1, dtype=np.int32)
         self.received = received
         """[1 + num_rows] number of the step, then its tokens."""
-        self.slowest = slowest
-        """int64 [1], ns: how long a stage before this one took, the slowest one; 0 if there is none."""
+        self.before = before
+        """int64 [2], ns: how long a stage before this one took, the slowest one, and how long one encoded media; 0 if
+        there is none."""
         self.events = (_timed_event(), _timed_event()) if on_cuda else None
         """Start and end of the step on the device."""
         self.in_flight: StepTokens | None = None
@@ -71,9 +73,9 @@ class StepEntry:
         if self.events is not None:
             self.events[0].record()
 
-    def note_slowest(self, slowest: torch.Tensor) -> None:
-        """Enqueue: take `slowest` int64 [1] from the device."""
-        self.slowest.copy_(slowest, non_blocking=True)
+    def note_before(self, times: torch.Tensor) -> None:
+        """Enqueue: take `times` of the stages before, int64 [2], from the device."""
+        self.before.copy_(times, non_blocking=True)
 
     def send(self) -> None:
         """The device was told to receive it."""
@@ -151,26 +153,27 @@ class StepTokens:
     def __init__(self, entry: StepEntry, turn: int, num_samples: int) -> None:
         self._entry, self._turn, self._num_samples = entry, turn, num_samples
         self._lock = threading.Lock()
-        self._result: tuple[NDArray[np.int32], float] | None = None
+        self._result: tuple[NDArray[np.int32], StepTimes] | None = None
 
-    def wait(self) -> tuple[NDArray[np.int32], float]:
+    def wait(self) -> tuple[NDArray[np.int32], StepTimes]:
         # The step that has the entry next waits here too, and writes to it only then.
         with self._lock:
             if self._result is None:
                 self._result = self._fetch()
             return self._result
 
-    def _fetch(self) -> tuple[NDArray[np.int32], float]:
+    def _fetch(self) -> tuple[NDArray[np.int32], StepTimes]:
         """Take the result out of the entry."""
         entry, elapsed_s = self._entry, 0.0
         if entry.events is not None:
             started, finished = entry.events
             finished.synchronize()
             elapsed_s = started.elapsed_time(finished) * 1e-3
-        elapsed_s = max(elapsed_s, float(entry.slowest) * 1e-9)
+        slowest_s, encoder_s = (each * 1e-9 for each in entry.before.tolist())
         if entry.received[0] != self._turn & exchange.TURN_MASK:
             raise EngineDeadError(f"the device answered step {entry.received[0]} of its count instead of {self._turn}")
-        return entry.received[1 : 1 + self._num_samples].copy(), elapsed_s
+        times = StepTimes(max(elapsed_s, slowest_s), encoder_s)
+        return entry.received[1 : 1 + self._num_samples].copy(), times
 
 
 class StepRing:
@@ -181,13 +184,13 @@ class StepRing:
         on_cuda = device.type == "cuda"
         self.sent = torch.zeros((NUM_ENTRIES, self.shape.size), dtype=torch.int32, pin_memory=on_cuda)
         self.received = torch.zeros((NUM_ENTRIES, 1 + num_rows), dtype=torch.int32, pin_memory=on_cuda)
-        slowest = torch.zeros((NUM_ENTRIES, 1), dtype=torch.int64, pin_memory=on_cuda)
+        before = torch.zeros((NUM_ENTRIES, 2), dtype=torch.int64, pin_memory=on_cuda)
         self.turn = torch.zeros(2, dtype=torch.int64, device=device)
         """Of the device: see `exchange.receive`."""
         self._turn = 0
         self._entries = [
             StepEntry(*buffers, self.shape, on_cuda)
-            for buffers in zip(self.sent.numpy(), self.received.numpy(), slowest, strict=True)
+            for buffers in zip(self.sent.numpy(), self.received.numpy(), before, strict=True)
         ]
 
     @property

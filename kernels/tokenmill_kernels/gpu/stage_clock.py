@@ -19,32 +19,59 @@ def _start_kernel(started_ptr, is_real: tl.constexpr, pdl: tl.constexpr):
 
 
 @triton.jit
-def _stop_kernel(started_ptr, slowest_ptr, before_ptr, is_real: tl.constexpr, pdl: tl.constexpr):
+def _stop_kernel(started_ptr, times_ptr, before_ptr, is_real: tl.constexpr, pdl: tl.constexpr):
     """`before_ptr` is None if there is no stage before."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     elapsed = tl.load(started_ptr)
     if is_real:
         elapsed = tl.extra.cuda.globaltimer() - elapsed
-    if before_ptr is not None:
+    if before_ptr is None:
+        elapsed += tl.load(times_ptr + 1)
+    else:
         elapsed = tl.maximum(elapsed, tl.load(before_ptr))
-    tl.store(slowest_ptr, elapsed)
+        tl.store(times_ptr + 1, tl.load(before_ptr + 1))
+    tl.store(times_ptr, elapsed)
+
+
+@triton.jit
+def _stop_encoding_kernel(started_ptr, times_ptr, is_real: tl.constexpr, pdl: tl.constexpr):
+    wait_for_inputs(pdl)
+    let_dependents_start(pdl)
+    elapsed = tl.load(started_ptr)
+    if is_real:
+        elapsed = tl.extra.cuda.globaltimer() - elapsed
+    tl.store(times_ptr + 1, elapsed)
 
 
 class StageClock:
     """Of one stage. Its calls enqueue, and may be captured. In the interpreter no time passes."""
 
-    def __init__(self, slowest: torch.Tensor) -> None:
-        """`slowest` int64 [1], ns: what `stop` writes."""
-        device = slowest.device
-        self._slowest, self._started = slowest, torch.zeros(1, dtype=torch.int64, device=device)
+    def __init__(self, times: torch.Tensor) -> None:
+        """`times` int64 [2], ns: how long the slowest stage takes, and how long the first one encodes media; written by
+        `stop`, and the second in the first stage by calls with "encod" in their names."""
+        device = times.device
+        self._times = times
+        self._started, self._began_encoding = torch.zeros(2, 1, dtype=torch.int64, device=device)
         self._options = {"is_real": device.type == "cuda", "num_warps": 1, **launch_options(device)}
+
+    def start_encoding(self) -> None:
+        """The first stage begins to encode, before `start`."""
+        _start_kernel[(1,)](self._began_encoding, **self._options)
+
+    def stop_encoding(self) -> None:
+        """It is done with that, before `start`."""
+        _stop_encoding_kernel[(1,)](self._began_encoding, self._times, **self._options)
+
+    def encode_nothing(self) -> None:
+        """From now on the first stage encodes nothing."""
+        self._times[1:].zero_()
 
     def start(self) -> None:
         """The stage begins with a step."""
         _start_kernel[(1,)](self._started, **self._options)
 
     def stop(self, before: torch.Tensor | None) -> None:
-        """It is done with it: `slowest` becomes the time that it took, or `before` int64 [1], that of the slowest stage
-        before it, if that is more."""
-        _stop_kernel[(1,)](self._started, self._slowest, before, **self._options)
+        """It is done with it. `before`: the times of the stage before; None in the first stage, whose encoding counts
+        as a part of its work."""
+        _stop_kernel[(1,)](self._started, self._times, before, **self._options)

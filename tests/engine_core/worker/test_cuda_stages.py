@@ -95,13 +95,14 @@ def test_a_step_takes_as_long_as_in_the_slowest_stage(slowest_s: float) -> None:
     plan = rehearsal_plan(2, 5, 1, BLOCK_SIZE, REHEARSED)
     pending = [stages.runners[0].execute(plan)]
     message = stages.queues[1][0]
-    time = torch.tensor([int(slowest_s * 1e9)]).view(torch.uint8)
-    message.content = torch.cat([time, message.content[8:]])
+    times = torch.tensor([int(slowest_s * 1e9), 2_500_000_000]).view(torch.uint8)
+    message.content = torch.cat([times, message.content[16:]])
     pending += [runner.execute(plan) for runner in stages.runners[1:]]
     first, second, last = [each.wait() for each in pending]
     assert first.num_new.tolist() == second.num_new.tolist() == [0, 0]
     assert last.num_new.tolist() == [1, 1]
     assert last.elapsed_s == pytest.approx(slowest_s)
+    assert last.encoder_s == pytest.approx(2.5)
 
 
 def test_a_step_that_fails_behind_the_last_layer_leaves_no_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,13 @@ import torch
 from tests.engine_core.worker.conftest import BLOCK_SIZE, tiny_engine_config
 from tests.support.core_requests import CoreRequests, Told
 from tests.support.staged_workers import StagedWorkers
+from tests.support.tiny_media_models import cached_tiny_media_model
 from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.executor.uniproc import UniprocExecutor
 from tokenmill_engine.messages import AbortRequests, FinishReason, SamplingParams
+from tokenmill_engine.worker.media_rehearsal import MediaRehearsal
 from tokenmill_engine.worker.rehearsal import GREEDY as REHEARSED
 from tokenmill_engine.worker.rehearsal import rehearsal_plan
 from tokenmill_engine.worker.worker import Worker
@@ -158,15 +160,16 @@ def test_all_stages_have_as_many_blocks_as_the_one_with_the_fewest(tmp_path: Pat
 
 
 class Mailbox:
-    """A chain of two stages in one thread; `slowest_s` is what the first one is said to have taken."""
+    """Three stages in one thread; `times` is what the first one is said to have taken, and to have encoded."""
 
-    size = 2
+    size = 3
 
-    def __init__(self, rank: int, messages: list[torch.Tensor], slowest_s: float) -> None:
-        self.rank, self._messages, self._slowest_s = rank, messages, slowest_s
+    def __init__(self, rank: int, messages: list[torch.Tensor], times: tuple[float, float]) -> None:
+        self.rank, self._messages, self._times = rank, messages, times
 
     def send(self, x: torch.Tensor, tag: int) -> None:
-        x[-8:] = torch.tensor([self._slowest_s], dtype=torch.float64).view(torch.uint8)
+        if self.rank == 0:
+            x[-16:] = torch.tensor(self._times, dtype=torch.float64).view(torch.uint8)
         self._messages.append(x)
 
     def receive(self, out: torch.Tensor, tag: int) -> torch.Tensor:
@@ -181,13 +184,26 @@ class Mailbox:
 
 @pytest.mark.parametrize("slowest_s", [0.0, 1000.0])
 def test_a_step_takes_as_long_as_in_the_slowest_stage(slowest_s: float) -> None:
-    config, messages = config_of((2, 1)), []
-    workers = [Worker(config, chain=Mailbox(rank, messages, slowest_s)) for rank in range(2)]
+    config, messages = config_of((1, 1, 1)), []
+    workers = [Worker(config, chain=Mailbox(rank, messages, (slowest_s, 2.5))) for rank in range(3)]
     for worker in workers:
         worker.initialize()
     plan = rehearsal_plan(1, 5, 1, BLOCK_SIZE, REHEARSED)
-    first, last = [worker.execute(plan).wait() for worker in workers]
-    assert first.num_new.tolist() == [0]
+    first, second, last = [worker.execute(plan).wait() for worker in workers]
+    assert first.num_new.tolist() == second.num_new.tolist() == [0]
     assert last.num_new.tolist() == [1]
     assert last.elapsed_s == slowest_s or (slowest_s == 0.0 and 0.0 < last.elapsed_s < 100.0)
+    assert last.encoder_s == 2.5
     assert messages == []
+
+
+def test_the_last_stage_tells_how_long_the_first_one_encoded(tmp_path: Path) -> None:
+    config = tiny_engine_config(folder=cached_tiny_media_model("qwen2_vl"))
+    config = replace(config, parallel=ParallelConfig(pipeline_parallel_size=2))
+    assert config.model.media is not None
+    with StagedWorkers(config, tmp_path) as executor:
+        text = rehearsal_plan(1, 5, 1, BLOCK_SIZE, REHEARSED)
+        with_image = MediaRehearsal(config, config.model.media, 1).step()
+        results = [executor.submit(plan).result() for plan in (text, with_image, text)]
+    assert [result.encoder_s > 0.0 for result in results] == [False, True, False]
+    assert results[1].encoder_s < results[1].elapsed_s
