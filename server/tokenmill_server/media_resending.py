@@ -1,10 +1,10 @@
 """Sends requests again whose media an engine core turned out to lack: it is another one than before, or has let go of
-them. The client notices nothing but the time that takes."""
+them. And sends those late whose media have to be read first. The client notices nothing but the time that takes."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokenmill_engine.errors import EngineError, TokenmillError
 from tokenmill_engine.messages import MediaItem, MediaMissing
@@ -37,9 +37,17 @@ class MediaResender:
                 continue
             resend = self._resends.get(choice.generation)
             if resend is None:
-                resend = self._resends[choice.generation] = _Resend()
-                resend.task = asyncio.get_running_loop().create_task(self._resend(choice.generation, resend))
-            resend.choices.append(choice)
+                self._begin(choice.generation, [choice])
+            else:
+                resend.choices.append(choice)
+
+    def send_later(self, generation: Generation) -> None:
+        """Send all choices of a generation, none of which was sent before, once their media are there."""
+        self._begin(generation, list(generation.choices))
+
+    def _begin(self, generation: Generation, choices: list[Choice]) -> None:
+        resend = self._resends[generation] = _Resend(choices)
+        resend.task = asyncio.get_running_loop().create_task(self._resend(generation, resend))
 
     def give_up(self, generation: Generation) -> None:
         """The generation has ended."""
@@ -71,5 +79,5 @@ class MediaResender:
 class _Resend:
     """Choices of one generation, and who prepares their media. All of them are open: they end together."""
 
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[Choice]
     task: asyncio.Task[None] | None = None

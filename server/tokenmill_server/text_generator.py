@@ -99,13 +99,16 @@ class TextGenerator:
         supply = request.media_supply
         media = request.media if supply is None else supply.outgoing(self._client.shares_memory(engine))
         try:
-            self._client.add(engine, _engine_requests(generation, generation.choices, media), prompt)
+            requests = [] if media is None else _engine_requests(generation, generation.choices, media)
+            self._client.add(engine, requests, prompt)
         except BaseException:
             if supply is not None:
                 supply.end()
             raise
         for choice in generation.choices:
             self._choices[choice.request_id] = choice
+        if media is None:
+            self._resender.send_later(generation)
         return generation
 
     def abort(self, generation: Generation) -> None:

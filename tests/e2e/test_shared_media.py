@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import TINY_FLAGS
+from tests.e2e.test_data_parallel import Deployment
 from tests.support.faults import traced_server
 from tests.support.pictures import picture_url
 from tests.support.processes import wait_for_ends
@@ -53,8 +54,8 @@ def body(*seeds: int, text: str = "what?", side: int = SIDE, **fields: Any) -> d
     }
 
 
-def ask(server: Server, asked: dict[str, Any]) -> list[list[int]]:
-    response = server.http.post("/v1/chat/completions", json=asked)
+def ask(server: Server, asked: dict[str, Any], headers: dict[str, str] | None = None) -> list[list[int]]:
+    response = server.http.post("/v1/chat/completions", json=asked, headers=headers)
     assert response.status_code == 200, response.text
     return [choice["token_ids"] for choice in response.json()["choices"]]
 
@@ -281,6 +282,18 @@ def test_videos_and_images_of_newer_models_are_shared_too(family: MediaFamily) -
         assert counts(server) == (2, 4)
         (taken,) = segment_sizes(server.process.pid).values()
         assert taken > 8 * 48 * 64 * 3
+
+
+def test_an_engine_core_of_another_launcher_answers_the_same(model: Path, expected: list[list[list[int]]]) -> None:
+    """It has no such memory: what was prepared for one rank is read from there for the other."""
+    deployment = Deployment(model, *SMALL_STEPS, "-dp", "2")
+    with deployment.head("-dpl", "1", *SHARED) as server, deployment.headless("-dpl", "1", "-dpr", "1"):
+        server.wait_until_ready(timeout_s=START_S)
+        for rank in (0, 1, 1):
+            pinned = {"X-data-parallel-rank": str(rank)}
+            assert [ask(server, asked, pinned) for asked in CONVERSATION] == expected
+        hits, queries = counts(server)
+        assert queries - hits == 4, "each image is prepared once"
 
 
 def test_memory_that_is_not_there_is_a_start_error(model: Path) -> None:

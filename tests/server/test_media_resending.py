@@ -33,11 +33,11 @@ def items(*contents: str) -> tuple[MediaItem, ...]:
 
 
 class Supply:
-    """Believes that the engine has whatever it is told."""
+    """Believes that the engine has whatever it is told, unless it has nothing at hand."""
 
-    def __init__(self, media: Sequence[MediaItem], believed: bool = True) -> None:
+    def __init__(self, media: Sequence[MediaItem], believed: bool = True, at_hand: bool = True) -> None:
         self.media = tuple(media)
-        self.believed = believed
+        self.believed, self.at_hand = believed, at_hand
         self.may_restore = asyncio.Event()
         self.may_restore.set()
         self.error: Exception | None = None
@@ -47,7 +47,9 @@ class Supply:
     def places(self) -> tuple[MediaItem, ...]:
         return tuple(msgspec.structs.replace(item, tensors={}) for item in self.media)
 
-    def outgoing(self, shares: bool = False) -> tuple[MediaItem, ...]:
+    def outgoing(self, shares: bool = False) -> tuple[MediaItem, ...] | None:
+        if not self.at_hand:
+            return None
         return self.places if self.believed else self.media
 
     async def restored(self) -> tuple[MediaItem, ...]:
@@ -117,6 +119,33 @@ async def test_of_several_choices_the_first_carries_the_tensors(tokenizer: Token
             await wait_until(lambda echo=echo: len(echo.media) == 0)
 
 
+async def test_what_is_not_at_hand_is_sent_once_it_is(tokenizer: Tokenizer) -> None:
+    """All choices of the request, with nothing that the engine could lack."""
+    async with generating(tokenizer) as (generator, engines):
+        stores(engines, 1 << 20)
+        supply = Supply(items("cat"), at_hand=False)
+        supply.may_restore.clear()
+        task = asyncio.ensure_future(generator.complete(asked(tokenizer, supply, n=3, temperature=1.0)))
+        await wait_until(lambda: supply.num_restored == 1)
+        other = await generator.complete(request(tokenizer, "another"))
+        assert other.outputs[0].token_ids
+        assert [added.media for added in engines[0].added] == [()]
+        supply.may_restore.set()
+        assert len((await task).outputs) == 3
+        assert (supply.num_restored, supply.num_settled) == (1, 1)
+        assert [bool(added.media[0].tensors) for added in engines[0].added[1:]] == [True, False, False]
+
+
+async def test_what_is_not_at_hand_and_never_will_be_is_the_requests_error(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, engines):
+        stores(engines)
+        supply = Supply(items("cat"), at_hand=False)
+        supply.error = InvalidRequestError("send it along", "uuid")
+        assert type(await ended(generator, supply, asked(tokenizer, supply))) is InvalidRequestError
+        assert engines[0].added == []
+        assert supply.num_ended > 0
+
+
 async def test_choices_that_end_before_the_next_one_is_there(tokenizer: Tokenizer) -> None:
     """Their media go with them, so that each of the others comes twice. All are answered."""
     async with generating(tokenizer, step_s=0.0) as (generator, engines):
@@ -163,11 +192,12 @@ async def test_a_request_without_a_supply_ends(tokenizer: Tokenizer) -> None:
         assert type(await ended(generator, supply, lost)) is EngineError
 
 
-async def test_an_abort_ends_the_work(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("at_hand", [True, False])
+async def test_an_abort_ends_the_work(tokenizer: Tokenizer, at_hand: bool) -> None:
     """Nothing is sent for those who have gone."""
     async with generating(tokenizer) as (generator, engines):
         stores(engines)
-        supply = Supply(items("cat"))
+        supply = Supply(items("cat"), at_hand=at_hand)
         supply.may_restore.clear()
         task = asyncio.ensure_future(generator.complete(asked(tokenizer, supply)))
         await wait_until(lambda: supply.num_restored == 1)
@@ -180,11 +210,12 @@ async def test_an_abort_ends_the_work(tokenizer: Tokenizer) -> None:
         assert generator.num_open == 0
 
 
-async def test_the_engine_dies_meanwhile(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("at_hand", [True, False])
+async def test_the_engine_dies_meanwhile(tokenizer: Tokenizer, at_hand: bool) -> None:
     """The request ends with it; on the next one it begins anew."""
     async with generating(tokenizer) as (generator, engines):
         stores(engines)
-        supply = Supply(items("cat"))
+        supply = Supply(items("cat"), at_hand=at_hand)
         supply.may_restore.clear()
         task = asyncio.ensure_future(generator.complete(asked(tokenizer, supply)))
         await wait_until(lambda: supply.num_restored == 1)

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessorCache(Protocol):
-    """A cache of one API server. `find` may be called from any thread, `keep` is in that of preparation, the rest from
-    the event loop."""
+    """A cache of one API server. `find` and `with_tensors` may be called from any thread, `keep` is in that of
+    preparation, the rest from the event loop."""
 
     def find(self, key: bytes) -> PreparedItem | None:
         """The item with this key, if it is known; without tensors if whoever computes has them."""
@@ -31,11 +31,12 @@ class ProcessorCache(Protocol):
         """Whoever else wants the item, of which `keep` was told, finds it from now on."""
 
     def with_tensors(self, key: bytes) -> PreparedItem | None:
-        """The item with this key and its tensors, if they are in reach of this process."""
+        """The item with this key and its tensors, if they are in reach of this process. May take long."""
 
     def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
         """`item`, of a request that is being sent, as it travels: without the tensors that its receiver has. `shares`:
-        the receiver reads the memory that this API server shares."""
+        the receiver reads the memory that this API server shares. If it does not, and the tensors are there alone, the
+        item has a lease and no tensors: `with_tensors` has them."""
 
     def clear(self) -> None:
         """An engine core that this API server sent to is gone, and with it what it had."""

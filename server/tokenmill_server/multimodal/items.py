@@ -29,7 +29,8 @@ class PreparedItem:
     times: tuple[float, ...] = ()
     """Seconds from the start of the video, of each part."""
     lease: Lease | None = None
-    """Of what is being sent: keeps the bytes of the tensors in shared memory. None: they are in the tensors."""
+    """Of what is being sent: keeps the bytes of the tensors in shared memory. None: they are in the tensors, if there
+    are any."""
 
     @property
     def pieces(self) -> tuple["PreparedItem", ...]:

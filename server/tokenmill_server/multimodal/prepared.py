@@ -139,7 +139,7 @@ class PreparedMedia:
             self._names.remember(name, item.key)
 
     def tensors_of(self, item: PreparedItem) -> PreparedItem | None:
-        """The item with its tensors, if they are in this process."""
+        """The item with its tensors, if they are in this process. Called from any thread; may take long."""
         if item.tensors or self._cache is None:
             return item if item.tensors else None
         known = self._cache.with_tensors(item.key)

@@ -40,17 +40,22 @@ class SharedCache:
 
     def with_tensors(self, key: bytes) -> PreparedItem | None:
         item = self.find(key)
-        return None if item is None else self.outgoing(item)
+        if item is None or item.tensors:
+            return item
+        lease = self._store.acquire(key)
+        if lease is None:
+            return None
+        tensors = lease.read() or {}
+        lease.release()
+        return replace(item, tensors=tensors)
 
     def outgoing(self, item: PreparedItem, shares: bool = False) -> PreparedItem:
+        if item.tensors and not shares:
+            return item
         lease = self._store.acquire(item.key)
         if lease is None:
             return item
-        if shares:
-            return replace(item, tensors=lease.tensors, lease=lease)
-        tensors = item.tensors or lease.read() or {}
-        lease.release()
-        return replace(item, tensors=tensors)
+        return replace(item, tensors=lease.tensors if shares else {}, lease=lease)
 
     def clear(self) -> None:
         """What is here does not depend on any engine core."""

@@ -49,36 +49,44 @@ class RequestSupply:
         """On what is in shared memory: the engine may have to look at it again until the request has ended."""
         self.places = tuple(msgspec.structs.replace(item, tensors={}) for item in items)
 
-    def outgoing(self, shares: bool = False) -> tuple[MediaItem, ...]:
+    def outgoing(self, shares: bool = False) -> tuple[MediaItem, ...] | None:
+        items = [self._prepared.outgoing(loaded.item, shares) for loaded in self._loaded]
+        self._leases += [item.lease for item in items if item.lease is not None]
+        if not shares and self._leases:
+            return None
+        self._forget_tensors()
+        return self._travelling(items)
+
+    def _travelling(self, items: Sequence[PreparedItem]) -> tuple[MediaItem, ...]:
+        """In the prompt; what is not in shared memory has its tensors once."""
         travelling: list[MediaItem] = []
         seen: set[bytes] = set()
-        for loaded, place in zip(self._loaded, self.places, strict=True):
-            item = self._prepared.outgoing(loaded.item, shares)
+        for item, place in zip(items, self.places, strict=True):
             if item.lease is not None:
-                self._leases.append(item.lease)
                 place = msgspec.structs.replace(place, tensors=item.tensors, shared=item.lease.shared)
             elif item.key not in seen:
                 place = msgspec.structs.replace(place, tensors=item.tensors)
             travelling.append(place)
             seen.add(item.key)
+        return tuple(travelling)
+
+    def _forget_tensors(self) -> None:
         self._loaded = [
             LoadedItem(loaded.item.without_tensors(), loaded.param, loaded.again) for loaded in self._loaded
         ]
-        return tuple(travelling)
 
     async def restored(self) -> tuple[MediaItem, ...]:
         loaded = list(self._loaded)  # whatever settles meanwhile
         if len(loaded) != len(self.places):
             raise RuntimeError("media are asked for again after every sequence had an answer")
+        distinct = {each.item.key: each for each in reversed(loaded)}
         try:
             async with asyncio.TaskGroup() as group:  # if one fails, the others are given up
-                tasks = [group.create_task(self._restore(each)) for each in loaded]
+                tasks = {key: group.create_task(self._restore(each)) for key, each in distinct.items()}
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return tuple(
-            msgspec.structs.replace(place, tensors=task.result().tensors)
-            for place, task in zip(self.places, tasks, strict=True)
-        )
+        self._forget_tensors()
+        return self._travelling([tasks[each.item.key].result() for each in loaded])
 
     def settle(self) -> None:
         self._loaded.clear()
@@ -89,7 +97,7 @@ class RequestSupply:
         self._leases.clear()
 
     async def _restore(self, loaded: LoadedItem) -> PreparedItem:
-        known = self._prepared.tensors_of(loaded.item)
+        known = await asyncio.to_thread(self._prepared.tensors_of, loaded.item)
         if known is not None:
             return known
         if loaded.again is None:

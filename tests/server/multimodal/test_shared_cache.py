@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from tests.support.prepared_items import made_up
 from tests.support.shared_media import object_store, same, segment
 from tokenmill_engine.ipc.arena import GRAIN_BYTES
-from tokenmill_engine.ipc.object_store import ObjectStore
+from tokenmill_engine.ipc.object_store import Lease, ObjectStore
+from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.placement import CachePlacement, Placement
 from tokenmill_server.multimodal.prepared import PreparedMedia
@@ -46,16 +48,19 @@ def test_what_is_known_has_no_tensors_and_is_sent_with_a_place_for_them(store: O
         assert same(store.reader.read(sent.lease.shared, sent.key, sent.tensors), prepared.tensors)
 
 
-def test_a_receiver_without_the_memory_gets_the_tensors(store: ObjectStore) -> None:
+def test_for_a_receiver_without_the_memory_tensors_that_are_there_alone_are_held_and_not_copied(
+    store: ObjectStore,
+) -> None:
     cache = SharedCache(store)
     prepared = kept(cache, 1)
-    assert cache.outgoing(prepared, False) == prepared
+    assert cache.outgoing(prepared, False) is prepared
+    assert store.num_leased == 0
     found = cache.find(prepared.key)
     assert found is not None
     sent = cache.outgoing(found, False)
-    assert sent.lease is None
-    assert same(sent.tensors, prepared.tensors)
-    assert store.num_leased == 0
+    assert sent.tensors == {}
+    assert sent.lease is not None
+    assert store.num_leased == 1
 
 
 def test_tensors_are_in_reach_as_long_as_they_are_kept(store: ObjectStore) -> None:
@@ -126,6 +131,7 @@ def test_a_request_holds_its_media_until_it_ends(store: ObjectStore) -> None:
     twice, and one that has no room travels along."""
     supply = supply_of(store, 1, 2, 1)
     travelling = supply.outgoing(True)
+    assert travelling is not None
     assert [item.shared is not None for item in travelling] == [True] * 3
     assert travelling[0].shared == travelling[2].shared
     assert [item.offset for item in travelling] == [0, 9, 18]
@@ -135,6 +141,7 @@ def test_a_request_holds_its_media_until_it_ends(store: ObjectStore) -> None:
     crowded = supply_of(store, 3, 4)
     # The second one took the place of the first.
     sent = crowded.outgoing(True)
+    assert sent is not None
     assert [item.shared is not None for item in sent] == [False, True]
     assert [len(item.tensors["pixel_values"].data) for item in sent] == [SIZE, 0]
     supply.end()
@@ -146,7 +153,40 @@ def test_a_request_holds_its_media_until_it_ends(store: ObjectStore) -> None:
 
 def test_to_a_receiver_without_the_memory_an_item_travels_once(store: ObjectStore) -> None:
     supply = supply_of(store, 1, 1)
-    assert [(bool(item.tensors), item.shared) for item in supply.outgoing(False)] == [(True, None), (False, None)]
+    travelling = supply.outgoing(False)
+    assert travelling is not None
+    assert [(bool(item.tensors), item.shared) for item in travelling] == [(True, None), (False, None)]
+    assert store.num_leased == 0
+
+
+@pytest.mark.asyncio
+async def test_what_has_to_be_read_for_such_a_receiver_is_read_beside_the_event_loop(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is held until then, and travels once; so does what is at hand. Nobody prepares anything again."""
+    supply = supply_of(store, 1, 2, 1)
+    supply._loaded[0] = supply._loaded[2] = LoadedItem(supply._loaded[0].item.without_tensors(), "", None)
+    threads: list[threading.Thread] = []
+    read = Lease.read
+
+    def watched(lease: Lease) -> dict[str, MediaTensor] | None:
+        threads.append(threading.current_thread())
+        return read(lease)
+
+    monkeypatch.setattr(Lease, "read", watched)
+    assert supply.outgoing(False) is None
+    gc.collect()
+    store.clear()
+    assert store.num_objects == 1
+    travelling = await supply.restored()
+    assert [item.shared for item in travelling] == [None] * 3
+    assert same(travelling[0].tensors, made_up(1, SIZE).tensors)
+    assert same(travelling[1].tensors, made_up(2, SIZE).tensors)
+    assert travelling[2].tensors == {}
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+    assert all(loaded.item.tensors == {} for loaded in supply._loaded)
+    supply.end()
     assert store.num_leased == 0
 
 
@@ -157,7 +197,9 @@ def test_a_store_outlives_the_number_of_its_descriptor() -> None:
     other = os.memfd_create("other")
     try:
         cache = SharedCache(store)
-        found = cache.outgoing(kept(cache, 1), False)
+        sent = cache.outgoing(kept(cache, 1).without_tensors(), False)
+        found = cache.with_tensors(sent.key)
+        assert found is not None
         assert same(found.tensors, made_up(1, SIZE).tensors)
         assert os.fstat(other).st_size == 0
     finally:
