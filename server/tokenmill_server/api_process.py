@@ -60,6 +60,7 @@ from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.http_server import HttpServer
 from tokenmill_server.media_segments import open_store
 from tokenmill_server.multimodal.chat import make_media_chats
+from tokenmill_server.multimodal.own_process import prepare_beside_event_loop
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.tokenizer import load_tokenizer
@@ -198,6 +199,8 @@ class ApiServer:
                 server.open()
             # Else this process replaces another, and takes its first connection when it can serve.
             _tell(self._channel, Listening(), self._start.run_dir)
+            if self._context.media is not None:
+                prepare_beside_event_loop()
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)

@@ -1,5 +1,6 @@
 """Chats with images over HTTP and through `LLM`, with tiny models of each family, against transformers."""
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.image_chats import ImageOracle
 from tests.support.image_serving import COUNT, Served, body
 from tests.support.media_host import answer, media_host
 from tests.support.pictures import data_url, encoded, noise
+from tests.support.process_settings import returns_large_blocks
 from tests.support.server import start_server
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill import LLM, RequestOutput, SamplingParams
@@ -134,6 +136,7 @@ def test_offline(folder: Path) -> None:
         {"type": "image_pil", "image_pil": Image.fromarray(other)},
     ]
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    settings = sys.getswitchinterval(), returns_large_blocks()
     with LLM(folder, device="cpu", dtype="float32", kv_cache_memory_bytes="64M", max_model_len=1024) as llm:
         messages = [{"role": "user", "content": content}]
         for output in llm.chat([messages, messages], params, use_tqdm=False):
@@ -144,3 +147,4 @@ def test_offline(folder: Path) -> None:
         (plain,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
         ids = plain.outputs[0].token_ids
         assert ids == oracle.greedy(plain.prompt_token_ids, [], ids)
+    assert settings == (sys.getswitchinterval(), returns_large_blocks()), "the process is not ours"

@@ -1,9 +1,8 @@
 """Memory of the images and videos that are being decoded and prepared: together they take at most so much."""
 
-import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,16 +12,6 @@ from tokenmill_server.multimodal.errors import MediaError
 Kind = Literal["image", "video"]
 
 _VIDEOS_SHARE = 0.75
-_M_MMAP_THRESHOLD = -3
-_LARGE_BYTES = 8 << 20
-"""Pillow has its pixels in blocks of 16 MiB."""
-
-
-def return_large_blocks() -> None:
-    """From now on this process gives large blocks of memory back once they are free. By itself glibc keeps them after
-    it has seen some, for each thread its own: several times of what images take at a time."""
-    with suppress(AttributeError, OSError):  # other libraries have no such setting
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,6 @@ from contextlib import suppress
 
 from tokenmill_server.multimodal.asking import Asking
 from tokenmill_server.multimodal.decode import decode
-from tokenmill_server.multimodal.decoding_memory import return_large_blocks
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.image_channel import (
     Answer,
@@ -33,6 +32,7 @@ from tokenmill_server.multimodal.image_channel import (
 )
 from tokenmill_server.multimodal.image_item import make_item
 from tokenmill_server.multimodal.items import PreparedItem
+from tokenmill_server.multimodal.own_process import return_large_blocks
 from tokenmill_server.multimodal.processor import ImageProcessor
 
 _PR_SET_PDEATHSIG = 1

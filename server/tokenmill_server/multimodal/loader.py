@@ -5,7 +5,6 @@ without the interpreter's lock for most of it, or in processes that these thread
 """
 
 import asyncio
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from PIL import Image
 
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal.asking import Asking
-from tokenmill_server.multimodal.decoding_memory import DecodingMemory, return_large_blocks
+from tokenmill_server.multimodal.decoding_memory import DecodingMemory
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
 from tokenmill_server.multimodal.given_video import GivenVideo
@@ -40,9 +39,6 @@ _FETCHES_PER_THREAD = 4
 """How many images from hosts and files there may be at a time: each is in memory until it is decoded."""
 _TURNS_PER_THREAD = 2
 """How many images of one request may be fetched and decoded at a time."""
-_SWITCH_INTERVAL_S = 0.001
-"""How long a media thread goes on once the event loop wants to: a fifth of Python's own, since several threads may be
-asked one after another."""
 
 
 class TokenRoom:
@@ -116,8 +112,6 @@ class MediaLoader:
         self._videos = videos
         self._flags = MediaWishes(settings.video_reading, settings.processor_kwargs)
         self._settings = settings
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        return_large_blocks()
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
         # Of their own: a video may take a minute, and a few of them would keep all images waiting.
         self._video_threads = ThreadPoolExecutor(max(1, settings.loading_threads // 2), thread_name_prefix="video")

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
 from tests.support.echo_engine import POISON
+from tests.support.media_api import qwen
 from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error, post_stream
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
@@ -257,8 +258,7 @@ def test_no_torch_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         subprocess.run([sys.executable, "-c", "import importlib.util as u; assert u.find_spec('torch')"]).returncode
         == 0
     )
-    modules_file = tmp_path / "modules"
-    monkeypatch.setenv("MODULES_FILE", str(modules_file))
+    monkeypatch.setenv("FACTS_FILE", str(tmp_path / "facts"))
     with run_server(module="tests.support.reporting_api_process") as server, server.client() as client:
         chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "logprobs": True}
         assert post_stream(client, "/v1/chat/completions", chat).text()
@@ -267,9 +267,23 @@ def test_no_torch_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert process.memory_info().rss < 150e6
         server.children[0].channel.send(Drain(1.0))
         assert process.wait(PATIENCE_S) == 0
-    modules = set(modules_file.read_text().split())
+    facts = json.loads((tmp_path / "facts").read_text())
+    modules = set(facts["modules"])
     assert "tokenizers" in modules
     assert not modules & {"torch", "transformers", "triton", "safetensors"}
+    assert (facts["switch_interval_s"], facts["returns_large_blocks"]) == (sys.getswitchinterval(), False)
+
+
+def test_who_prepares_media_gives_way_to_the_event_loop_and_keeps_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FACTS_FILE", str(tmp_path / "facts"))
+    with run_server(engine=qwen(), module="tests.support.reporting_api_process") as server:
+        server.children[0].channel.send(Drain(1.0))
+        assert server.children[0].process.wait(PATIENCE_S) == 0
+    facts = json.loads((tmp_path / "facts").read_text())
+    assert facts["switch_interval_s"] < sys.getswitchinterval()
+    assert facts["returns_large_blocks"]
 
 
 def test_a_server_whose_launcher_is_gone_cleans_up_and_ends() -> None:

@@ -189,7 +189,7 @@ import io, json, os, sys
 from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 from tokenmill_server.multimodal.decode import decode
-from tokenmill_server.multimodal.decoding_memory import return_large_blocks
+from tokenmill_server.multimodal.own_process import return_large_blocks
 
 def resident():
     with open("/proc/self/statm") as file:
