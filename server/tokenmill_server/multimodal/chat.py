@@ -63,6 +63,7 @@ class MediaChats:
         hidden = placeholders.prepared(typed.hidden(messages))
         variables = typed.hidden(options.template_variables)
         rendered = await self._inputs.chat_text(hidden, replace(options, template_variables=variables))
+        self._inputs.check_text_length(typed.shown_length(rendered), self._inputs.max_model_len, "messages")
         text, are_places = typed.shown(rendered, [source.kind for source in sources])
         # Whatever is wrong with the text is known before anything is fetched.
         prompt = await self._inputs.encode_text(text, options.add_special_tokens, param="messages")

@@ -164,6 +164,12 @@ class TypedTokens:
             return [self.hidden(each) for each in value]
         return value
 
+    def shown_length(self, text: str) -> int:
+        """Characters of the text that `shown` gives: known without looking at each token."""
+        return len(text) + sum(
+            text.count(self._marks[kind]) * (len(self._tokens[kind]) - len(self._marks[kind])) for kind in self._tokens
+        )
+
     def shown(self, text: str, kinds: Sequence[str]) -> tuple[str, list[bool]]:
         """The rendered text with those tokens back in place, and of each token in it whether it stands for an image or
         a video. `kinds`: of the media of the conversation.

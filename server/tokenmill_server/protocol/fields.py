@@ -200,6 +200,7 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "prompt_embeds": _is_default(),
     "media_io_kwargs": _is_default({}),
     "mm_processor_kwargs": _is_default({}),
+    "multi_modal_data": _is_default({}),
     "use_beam_search": _is_default(False),
     "length_penalty": _is_default(1.0),
     "early_stopping": _is_default(False),

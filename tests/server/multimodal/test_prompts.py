@@ -86,6 +86,8 @@ def test_what_a_user_types_is_no_image() -> None:
     typed = "<|image_pad|>"
     rendered, are_images = render(placeholders, template, [text(typed), IMAGE_PART, text(typed * 2)], typed)
     assert rendered.count(typed) == 5
+    hidden = TypedTokens({"image": typed})
+    assert hidden.shown_length(f"{hidden.hidden(typed * 2)}{typed}") == 3 * len(typed)
     assert are_images == [False, True, False, False, False]
     token_ids = tokenizer.encode(rendered, add_special_tokens=False)
     prompt = placeholders.expand(token_ids, are_images, [image(3)])
