@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
+
+_BUILT_AT_A_TIME = 16
+"""Prompts that are tokenized, and whose media are prepared, at a time."""
 
 
 class LLM:
@@ -168,9 +172,7 @@ class LLM:
     async def _generate(
         self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int], bar: "tqdm[Any]"
     ) -> list[RequestOutput]:
-        requests = [
-            await self._build(index, item, sampling[index], priorities[index]) for index, item in enumerate(items)
-        ]
+        requests = await self._build_all(items, sampling, priorities)
         progress = _Progress(bar)
 
         async def complete(request: GenerationRequest) -> RequestOutput:
@@ -185,7 +187,29 @@ class LLM:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
+    async def _build_all(
+        self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[GenerationRequest]:
+        """Some at a time: the media of one prompt alone do not keep all threads busy. If several are wrong, the first
+        is told."""
+        requests: list[GenerationRequest] = []
+        under_way: deque[asyncio.Task[GenerationRequest]] = deque()
+        try:
+            for index, item in enumerate(items):
+                if len(under_way) == _BUILT_AT_A_TIME:
+                    requests.append(await under_way.popleft())
+                under_way.append(asyncio.create_task(self._build(index, item, sampling[index], priorities[index])))
+            while under_way:
+                requests.append(await under_way.popleft())
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+        return requests
+
     async def _build(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> GenerationRequest:
+        self._num_requests += 1
+        label = str(self._num_requests)
         with naming_prompt(index):
             if item.conversation is not None and self._media is not None:
                 conversation = item.conversation
@@ -198,9 +222,8 @@ class LLM:
             wishes = self._wishes(None, item.processor_kwargs)
             if item.sources and self._media is not None:
                 prompt = await self._media.fill(prompt, MediaRequest(item.sources, wishes))
-            self._num_requests += 1
             return self.input_processor.build(
-                prompt, sampling, label=str(self._num_requests), priority=priority, cache_salt=item.cache_salt
+                prompt, sampling, label=label, priority=priority, cache_salt=item.cache_salt
             )
 
 

@@ -1,7 +1,8 @@
 """Chats with images over HTTP and through `LLM`, with tiny models of each family, against transformers."""
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.support.image_serving import COUNT, Served, body
 from tests.support.media_host import answer, media_host
 from tests.support.pictures import data_url, encoded, noise
 from tests.support.process_settings import returns_large_blocks
-from tests.support.server import start_server
+from tests.support.server import PATIENCE_S, start_server
 from tests.support.tiny_media_models import MediaFamily, cached_tiny_media_model
 from tokenmill import LLM, RequestOutput, SamplingParams
 from tokenmill_engine.errors import InvalidRequestError
@@ -107,6 +108,24 @@ def test_images_from_a_host(served: Served) -> None:
         assert sink.num_connections == 0
 
 
+def check_images_at_a_time(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Images of several prompts are prepared beside each other: here each waits for the other."""
+    both = threading.Barrier(2)
+    images = [Image.fromarray(noise(30, 40, 60 + number)) for number in range(2)]
+    for image in images:
+        load = image.load
+
+        def load_beside_the_other(load: Callable[[], Any] = load) -> Any:
+            both.wait(PATIENCE_S)
+            return load()
+
+        image.load = load_beside_the_other  # type: ignore[method-assign]
+    prompts = [{"prompt": prompt, "multi_modal_data": {"image": image}} for image in images]
+    first, second = llm.generate(prompts, params, use_tqdm=False)
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert int(first.request_id) < int(second.request_id)
+
+
 def check_generate(llm: LLM, chat: RequestOutput, params: SamplingParams, images: list[Any]) -> None:
     """`LLM.generate` with the text of a chat, and with its tokens, says what the chat did; other numbers of images are
     refused."""
@@ -144,6 +163,9 @@ def test_offline(folder: Path) -> None:
             assert len(ids) == COUNT
             assert ids == oracle.greedy(output.prompt_token_ids, [pixels, other], ids)
         check_generate(llm, output, params, [Image.fromarray(pixels), other])
+        (one,) = llm.chat([{"role": "user", "content": content[2:]}], params, use_tqdm=False)
+        assert one.prompt is not None
+        check_images_at_a_time(llm, one.prompt, params)
         (plain,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
         ids = plain.outputs[0].token_ids
         assert ids == oracle.greedy(plain.prompt_token_ids, [], ids)
