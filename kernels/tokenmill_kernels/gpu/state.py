@@ -155,13 +155,14 @@ def expand(
         to_fill, deltas = (None, None, None), None
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_samples", "max_len"])
+@triton.jit(do_not_specialize=["sample_slots_ptr", "sampled_ptr", "num_requests", "num_samples", "max_len"])
 def _advance_kernel(
     token_ids_ptr, num_tokens_ptr, num_computed_ptr, slots_ptr, query_start_loc_ptr, sample_slots_ptr, sampled_ptr,
     num_requests, num_samples, token_stride, max_len, report_ptr, turn_ptr, report_stride, num_entries: tl.constexpr,
     block: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Each lane advances one request, appends one sampled token and reports it, unless `report_ptr` is None."""
+    """Each lane advances one request, appends one sampled token and reports it, unless `report_ptr` is None. Of a step
+    that samples nothing the pointers of samples are 0, which is aligned as others are not: one variant serves both."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     lanes = tl.program_id(0) * block + tl.arange(0, block)
