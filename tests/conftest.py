@@ -25,6 +25,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Child processes that are part of a test are modules of `tests`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+# Several processes of a test share few cores, where threads of torch that spin while they wait for each other take the
+# time of those that they wait for: what takes a small model 6 ms takes it 140 then.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 # Triton decides when it is imported whether kernels are compiled or interpreted.
 if not glob.glob("/dev/nvidia*"):
     os.environ["TRITON_INTERPRET"] = "1"
