@@ -20,7 +20,7 @@ from tokenmill_server.data_parallel.joining import Head
 from tokenmill_server.data_parallel.messages import Leaving, MetricFiles, Refused
 
 GONE = EngineLost(2, 0, "engine core 2 is gone with its launcher", may_return=True)
-SILENT_S = 5
+SILENT_S = 3
 
 
 @pytest.fixture
@@ -54,21 +54,25 @@ def test_a_launcher_that_answers_no_ping_is_lost(tmp_path: Path, caplog: pytest.
     rendezvous.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("said", [Pulse(), MetricFiles({}), Leaving("not yet"), Ping()])
-def test_whatever_a_launcher_says_shows_that_it_lives(
-    tmp_path: Path, said: Pulse | MetricFiles | Leaving | Ping
-) -> None:
-    rendezvous = Rendezvous(tmp_path)
-    talking = join(rendezvous)
+def test_whatever_a_launcher_says_shows_that_it_lives(tmp_path: Path) -> None:
+    """Each has a head of its own and always says the same."""
+    talking: list[tuple[Rendezvous, Head, Pulse | MetricFiles | Leaving | Ping]] = []
+    for said in (Pulse(), MetricFiles({}), Leaving("not yet"), Ping()):
+        rendezvous = Rendezvous(tmp_path / type(said).__name__)
+        talking.append((rendezvous, join(rendezvous), said))
     until = time.monotonic() + 4 * liveness.SILENT_S
     while time.monotonic() < until:
-        talking.channel.send(said)
-        talking.channel.receive_available()
-        time.sleep(0.1)
-    assert rendezvous.updates == [usable(talking, 2)]
-    rendezvous.wait_for(usable(talking, 2), GONE)
-    rendezvous.stop()
+        for _, launcher, said in talking:
+            launcher.channel.send(said)
+            launcher.channel.receive_available()
+        time.sleep(0.05)
+    for rendezvous, launcher, said in talking:
+        assert rendezvous.updates == [usable(launcher, 2)], said
+    for rendezvous, launcher, _ in talking:
+        rendezvous.wait_for(usable(launcher, 2), GONE)
+        rendezvous.stop()
 
 
 @pytest.mark.usefixtures("soon")
@@ -91,7 +95,7 @@ def test_the_head_answers_a_launcher(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def deployment() -> Iterator[tuple[Launched, Launched]]:
     """A head with rank 0 and a headless launcher with rank 1, over scripted children."""
-    environment = {"SILENT_S": str(SILENT_S)}
+    environment = {"INTERVAL_S": "0.2", "SILENT_S": str(SILENT_S)}
     common = ("-dp", "2", "-dpl", "1", "--data-parallel-rpc-port", str(free_port()))
     with (
         launched(*common, environment=environment) as head,
@@ -146,9 +150,9 @@ def test_the_pause_of_a_whole_deployment_is_nobodys_fault() -> None:
         pids = [head.process.pid, launcher.process.pid]
         pids += [head.pid(r"engine 0\.0"), head.pid(r"api 0\.0"), launcher.pid(r"engine 1\.0")]
         send(signal.SIGSTOP, *pids)
-        time.sleep(SILENT_S + 2)
+        time.sleep(SILENT_S + 1)
         send(signal.SIGCONT, *pids)
-        time.sleep(SILENT_S + 2)
+        time.sleep(SILENT_S + 1)
         assert "did not react" not in head.log + launcher.log
         head.process.send_signal(signal.SIGTERM)
         head.wait(0)

@@ -11,6 +11,10 @@ from tests.support.launched import Launched, launched
 
 pytestmark = pytest.mark.slow
 
+STOPPED_S = 2
+WATCHFUL = {"INTERVAL_S": "0.2", "STOPPED_S": str(STOPPED_S), "_MIN_STALL_TIMEOUT_S": "1"}
+"""Children are looked at more often and given up sooner than in earnest."""
+
 
 def kill_engine(run: Launched, engine: int, incarnation: int = 0) -> None:
     os.kill(run.pid(rf"engine {engine}\.{incarnation}"), signal.SIGKILL)
@@ -30,7 +34,7 @@ def test_a_dead_engine_core_is_restarted_and_api_servers_hear_of_both() -> None:
 
 
 def test_without_restarts_a_dead_one_stays_away_and_the_last_one_ends_the_server() -> None:
-    with launched("-dp", "2", "--max-engine-restarts", "0", environment={"_ERROR_DELIVERY_S": "5"}) as run:
+    with launched("-dp", "2", "--max-engine-restarts", "0", environment={"_ERROR_DELIVERY_S": "3"}) as run:
         run.wait_for("is ready at")
         kill_engine(run, 1)
         run.wait_for(r"engine core 1 was killed .* \(restarts: False\)")
@@ -131,12 +135,12 @@ def test_the_last_engine_core_dies_during_a_drain() -> None:
 
 
 def test_stopped_children_are_replaced() -> None:
-    with launched("-dp", "2", "-asc", "2") as run:
+    with launched("-dp", "2", "-asc", "2", environment=WATCHFUL) as run:
         run.wait_for("is ready at")
         for name in (r"engine 0\.0", r"api 1\.0"):
             os.kill(run.pid(name), signal.SIGSTOP)
-        run.wait_for(r"engine core 0 was stopped \(SIGSTOP\) for 5 s and was killed; .* starting it again")
-        run.wait_for(r"API server 1 was stopped \(SIGSTOP\) for 5 s and was killed; .* starting another")
+        run.wait_for(rf"engine core 0 was stopped \(SIGSTOP\) for {STOPPED_S} s and was killed; .* starting it again")
+        run.wait_for(rf"API server 1 was stopped \(SIGSTOP\) for {STOPPED_S} s and was killed; .* starting another")
         run.wait_for(r"engine 0\.1 pid")
         run.wait_for(r"api 1\.1 hears EnginesReady")
         run.process.send_signal(signal.SIGTERM)
@@ -144,25 +148,25 @@ def test_stopped_children_are_replaced() -> None:
 
 
 def test_the_pause_of_the_whole_server_is_nobodys_fault() -> None:
-    with launched("-dp", "2") as run:
+    with launched("-dp", "2", environment=WATCHFUL) as run:
         run.wait_for("is ready at")
         pids = [run.process.pid, *(run.pid(name) for name in (r"engine 0\.0", r"engine 1\.0", r"api 0\.0"))]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(6.5)
+        time.sleep(STOPPED_S + 1)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        time.sleep(2)
+        time.sleep(1)
         assert "was killed" not in run.log
         run.process.send_signal(signal.SIGTERM)
         run.wait(0)
 
 
 def test_a_stalled_engine_core_is_told_of_and_killed_in_the_end() -> None:
-    with launched("-dp", "2", "--engine-stall-timeout", "5", engine="stall:1,ready") as run:
-        run.wait_for("engine core 1 is stalled: it has work but finished no step for 5 s")
+    with launched("-dp", "2", "--engine-stall-timeout", "2", engine="stall:1,ready", environment=WATCHFUL) as run:
+        run.wait_for("engine core 1 is stalled: it has work but finished no step for 2 s")
         run.wait_for("hears EngineStalled")
-        run.wait_for("engine core 1 had work but finished no step for 10 s and was killed; .* starting it again")
+        run.wait_for("engine core 1 had work but finished no step for 4 s and was killed; .* starting it again")
         run.wait_for("hears EngineBack")
         assert "engine core 0" not in run.log
         run.process.send_signal(signal.SIGTERM)
@@ -170,7 +174,7 @@ def test_a_stalled_engine_core_is_told_of_and_killed_in_the_end() -> None:
 
 
 def test_a_stalled_engine_core_may_recover() -> None:
-    with launched("-dp", "2", "--engine-stall-timeout", "10", engine="hiccup:1") as run:
+    with launched("-dp", "2", "--engine-stall-timeout", "4", engine="hiccup:1", environment=WATCHFUL) as run:
         run.wait_for("hears EngineStalled")
         run.wait_for("hears EngineRecovered")
         assert "engine core 1 gets on again" in run.log
@@ -180,10 +184,10 @@ def test_a_stalled_engine_core_may_recover() -> None:
 
 
 def test_nothing_is_looked_for_when_that_is_switched_off() -> None:
-    with launched("-dp", "2", "--engine-stall-timeout", "0", engine="stall:1") as run:
+    with launched("-dp", "2", "--engine-stall-timeout", "0", engine="stall:1", environment=WATCHFUL) as run:
         run.wait_for("is ready at")
         os.kill(run.pid(r"engine 0\.0"), signal.SIGSTOP)
-        time.sleep(6.5)
+        time.sleep(STOPPED_S + 1)
         assert "killed" not in run.log
         assert "stalled" not in run.log
         run.process.send_signal(signal.SIGTERM)

@@ -98,7 +98,7 @@ def test_a_signal_before_the_server_is_ready_is_no_success(number: signal.Signal
 )
 def test_dead_engine_is_told_to_clients_before_everything_ends(number: int, words: str) -> None:
     """Also one that a signal without a name has ended."""
-    with launched("-asc", "2", environment={"_ERROR_DELIVERY_S": "5"}) as run:
+    with launched("-asc", "2", environment={"_ERROR_DELIVERY_S": "3"}) as run:
         run.wait_for("is ready at")
         os.kill(run.pid(r"engine 0\.0"), number)
         run.wait(1)
@@ -189,7 +189,7 @@ def test_a_signal_that_comes_twice_is_one(repeated: signal.Signals) -> None:
 
 
 def test_api_server_that_does_not_drain_is_cut_off() -> None:
-    with launched("--shutdown-timeout", "0", api="stubborn") as run:
+    with launched("--shutdown-timeout", "0", api="stubborn", environment={"_DRAIN_GRACE_S": "0.5"}) as run:
         run.wait_for("is ready at")
         run.process.send_signal(signal.SIGTERM)
         run.wait(0)
