@@ -55,6 +55,12 @@ def mixed_cases() -> list[Case]:
     return [Case(**row) for row in json.loads(PROMPTS_FILE.read_text())]
 
 
+def chosen_cases() -> list[Case]:
+    """Of those every length around the edge of a block, and some others up to the longest, passages and chats."""
+    cases = mixed_cases()
+    return cases[:19] + cases[19::4]
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """What the reference says of each token of a sequence but the first, given those before it. All [num_tokens - 1].
