@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.image_turns import alone_with
 from tokenmill_server.multimodal.settings import MediaSettings
 from tokenmill_server.multimodal.video_process import FramePlan, Frames, VideoFacts
 
@@ -38,8 +39,10 @@ class GivenVideo:
 
 
 def resize_frames(video: GivenVideo, settings: MediaSettings, choose: Callable[[VideoFacts], FramePlan]) -> Frames:
-    """The frames that `choose` wants. Raises MediaError for frames that are too large, and what `choose` does."""
-    width, height = _image(video.frames[0]).size
+    """The frames that `choose` wants. Raises MediaError for frames that are too large or cannot be read, and what
+    `choose` does."""
+    first = video.frames[0]
+    width, height = first.size if isinstance(first, Image.Image) else first.shape[1::-1]
     if width * height > settings.max_video_pixels:
         raise MediaError(
             f"the video has frames of {width} x {height} pixels, more than the {settings.max_video_pixels} that "
@@ -59,5 +62,12 @@ def resize_frames(video: GivenVideo, settings: MediaSettings, choose: Callable[[
 
 
 def _image(frame: Frame) -> Image.Image:
-    image = frame if isinstance(frame, Image.Image) else Image.fromarray(frame)
-    return image if image.mode == "RGB" else image.convert("RGB")
+    """In RGB, and decoded."""
+    if not isinstance(frame, Image.Image):
+        return Image.fromarray(frame)
+    try:
+        with alone_with(frame):
+            frame.load()
+            return frame if frame.mode == "RGB" else frame.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise MediaError(f"a frame of the video cannot be read: {error}") from error

@@ -18,6 +18,7 @@ from tokenmill_server.multimodal.decoding_memory import DecodingMemory, Lease
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.image_item import WantedImage, make_item
 from tokenmill_server.multimodal.image_processes import CannotStartError, ImageFile, ImageProcesses
+from tokenmill_server.multimodal.image_turns import alone_with
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.retrying import tried_twice
@@ -108,6 +109,7 @@ def _given(image: Image.Image, max_pixels: int, reserve: Callable[[int, int], No
     check_size(image.size, max_pixels)
     reserve(image.height, image.width)
     try:
-        return to_picture(image)
+        with alone_with(image):
+            return to_picture(image)
     except (OSError, SyntaxError, ValueError) as error:
         raise MediaError(f"the image cannot be read: {error}") from error
