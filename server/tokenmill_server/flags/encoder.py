@@ -3,11 +3,11 @@
 import logging
 from dataclasses import replace
 
-from tokenmill_engine.config.media import MediaConfig
 from tokenmill_engine.config.model_files import ModelFiles
 from tokenmill_engine.config.parallel import check_encoder_parallel, check_first_stage
 from tokenmill_engine.config.stages import share_layers
 from tokenmill_engine.errors import ConfigError
+from tokenmill_server.flags.media_limits import limits_of
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.multimodal.processor_kwargs import NOTHING_SAID
 from tokenmill_server.multimodal.settings import MOST_ITEMS, PromptLimits
@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def with_wanted_media(files: ModelFiles, values: FlagValues) -> ModelFiles:
-    """`files`, as of a model of text alone if nothing else is to be served: then no encoder is loaded.
+    """`files`, as of a model of text alone if nothing else is to be served: then no encoder is loaded. That is
+    decided here alone: a configuration has `media` if and only if requests may have some.
 
     Raises ConfigError for flags that contradict each other.
     """
@@ -28,9 +29,8 @@ def with_wanted_media(files: ModelFiles, values: FlagValues) -> ModelFiles:
     if media is None:
         _check_text_alone(files, values)
         return files
-    if not (values["language_model_only"] or _takes_nothing(media, limits)):
-        return files
-    return replace(files, media=None)
+    takes_nothing = values["language_model_only"] or limits_of(media, limits) == PromptLimits(0, 0)
+    return replace(files, media=None) if takes_nothing else files
 
 
 def _check_text_alone(files: ModelFiles, values: FlagValues) -> None:
@@ -48,10 +48,6 @@ def _check_text_alone(files: ModelFiles, values: FlagValues) -> None:
                 f"{values.written(key)}: the model {files.name} takes text only; leave it out, or serve a model that "
                 "looks at images"
             )
-
-
-def _takes_nothing(media: MediaConfig, limits: PromptLimits) -> bool:
-    return limits.images == 0 and (limits.videos == 0 or not media.takes_video)
 
 
 def check_encoder(files: ModelFiles, values: FlagValues) -> None:

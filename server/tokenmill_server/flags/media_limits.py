@@ -1,8 +1,10 @@
 """How many images and videos a request may have, as users write it."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
+from tokenmill_engine.config.media import MediaConfig
 from tokenmill_server.multimodal.settings import MOST_ITEMS, PromptLimits
 
 _WANTED = 'how many images and videos a request may have, such as {"image": 4, "video": 1}'
@@ -28,6 +30,11 @@ def prompt_limits(value: object) -> PromptLimits:
     if counts.get("audio"):
         raise ValueError(f"{_WANTED}; audio is not supported, its limit is 0")
     return PromptLimits(int(counts.get("image", MOST_ITEMS)), int(counts.get("video", MOST_ITEMS)))
+
+
+def limits_of(media: MediaConfig, asked: PromptLimits) -> PromptLimits:
+    """Of what is `asked` for, what a model takes at all."""
+    return asked if media.takes_video else replace(asked, videos=0)
 
 
 def _read(text: str) -> Any:

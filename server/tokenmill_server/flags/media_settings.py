@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenmill_engine.config.model_files import ModelFiles
 from tokenmill_engine.errors import ConfigError
+from tokenmill_server.flags.media_limits import limits_of
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.placement import CachePlacement, place_caches
 from tokenmill_server.multimodal.settings import MediaSettings
@@ -29,9 +30,10 @@ def resolve_media(fields: dict[str, Any], files: ModelFiles, stated_path: str) -
     media, folder = files.media, Path(files.path)
     if media is None:
         return settings
+    settings = replace(settings, limits=limits_of(media, settings.limits))
     if settings.limits.images > 0:
         read_image_options(folder, media)
-    if media.takes_video and settings.limits.videos > 0:
+    if settings.limits.videos > 0:
         read_video_options(folder, media)
     if media.vision.image_size is not None and not settings.processor_kwargs.is_empty:
         raise ConfigError("--mm-processor-kwargs: the images of this model have one size, and there is nothing to set")
@@ -42,8 +44,7 @@ def resolve_placement(
     settings: MediaSettings, files: ModelFiles, num_api_servers: int, num_engines: int
 ) -> CachePlacement | None:
     """Where prepared media are remembered, which the log is told; None: there are no media."""
-    media = files.media
-    if media is None or settings.limits.images == 0 == (settings.limits.videos if media.takes_video else 0):
+    if files.media is None:
         return None
     placement = place_caches(settings, num_api_servers, num_engines)
     logger.info("%s", placement.describe())

@@ -134,11 +134,7 @@ def make_media_chats(
     if media is None:
         return None
     most, folder = engine.scheduler.max_item_tokens, Path(engine.model.path)
-    limits = MediaLimits(
-        settings.limits.images, settings.limits.videos if media.takes_video else 0, most, media.views is not None
-    )
-    if limits.images == limits.videos == 0:
-        return None
+    limits = MediaLimits(settings.limits.images, settings.limits.videos, most, media.views is not None)
     processor = ImageProcessor(media, read_image_options(folder, media)) if limits.images else None
     videos = VideoPreparer(media, read_video_options(folder, media), settings, most) if limits.videos else None
     prepared = PreparedMedia(place_caches(settings, num_api_servers, engine.data_parallel_size), on_lookup, store)

@@ -35,6 +35,7 @@ class MediaSettings:
     """Processes that decode and prepare large images, at most; None: as many as there are threads for it, and cores. 0:
     threads do it."""
     limits: PromptLimits = field(default_factory=PromptLimits)
+    """Of what the model takes; of a model of text alone without a meaning."""
     fetch_timeout_s: float = 5.0
     """For an image at an http(s) address, redirects included."""
     max_bytes: int = 256 * MIB

@@ -126,6 +126,28 @@ def test_text_alone_needs_nothing_that_images_do(family: MediaFamily, arguments:
     assert engine.model.num_parameters < whole.model.num_parameters
 
 
+@pytest.mark.parametrize(
+    ("family", "arguments", "limits"),
+    [
+        ("llava", [], (999, 0)),
+        ("llava", ["--limit-mm-per-prompt", "image=2,video=3"], (2, 0)),
+        ("llava", ["--limit-mm-per-prompt", "image=0,video=3"], None),
+        ("qwen2_vl", [], (999, 999)),
+        ("qwen2_vl", ["--limit-mm-per-prompt", "image=0,video=3"], (0, 3)),
+        ("qwen2_vl", ["--limit-mm-per-prompt", "image=1,video=0"], (1, 0)),
+        ("qwen2_vl", ["--limit-mm-per-prompt", "image=0,video=0"], None),
+    ],
+)
+def test_who_takes_nothing_has_nothing_for_media(
+    family: MediaFamily, arguments: list[str], limits: tuple[int, int] | None
+) -> None:
+    configuration = configure("--model", str(cached_tiny_media_model(family)), "-asc", "1", *arguments)
+    assert (configuration.engine.model.media is not None) == (limits is not None)
+    assert (configuration.engine.media_store_bytes > 0) == (limits is not None)
+    if limits is not None:
+        assert configuration.server.media.limits == PromptLimits(*limits)
+
+
 def test_text_alone_and_some_images_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="--language-model-only contradicts --limit-mm-per-prompt"):
         configure("--language-model-only", "--limit-mm-per-prompt", "image=3")

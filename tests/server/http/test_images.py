@@ -4,6 +4,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -324,9 +325,9 @@ def test_images_that_the_engine_cannot_hold() -> None:
 
 
 def test_no_images_by_flag() -> None:
-    with (
-        run_server(engine=qwen(), media=MediaSettings(limits=PromptLimits(images=0, videos=0))) as server,
-        server.client() as client,
-    ):
+    """As the flags have it, then the model is one of text alone."""
+    engine = qwen()
+    alone = replace(engine, model=replace(engine.model, media=None))
+    with run_server(engine=alone) as server, server.client() as client:
         param = "messages[0].content[0].type"
         refused(client, server, chat(image(picture_url(20, 30)), "b"), param, "takes text only")
