@@ -259,11 +259,11 @@ class _Process:
         self._channel.allow(seconds)
         try:
             self._channel.send(job, file.data)
-            return self._follow(asking)
+            return self._follow(asking, memory_bytes)
         except (ConnectionError, TimeoutError) as error:
             raise self._failure(isinstance(error, TimeoutError), seconds) from error
 
-    def _follow(self, asking: Asking) -> PreparedItem:
+    def _follow(self, asking: Asking, memory_bytes: int) -> PreparedItem:
         num_tokens, key = 0, b""
         while True:
             self._await(asking.check)
@@ -287,7 +287,10 @@ class _Process:
                     self.is_idle = kind == "media"
                     if kind == "program":
                         raise RuntimeError(f"an image was not prepared: {message}")
-                    raise MediaError(message or "the image takes more memory to decode than it may")
+                    too_much = (
+                        f"the image takes more memory to decode than it may, {memory_bytes // 2**20} MiB for its size"
+                    )
+                    raise MediaError(message or too_much)
                 case unexpected:
                     raise ConnectionError(f"the process says {unexpected}")
 
