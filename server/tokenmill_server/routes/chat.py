@@ -12,7 +12,7 @@ from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
 from tokenmill_server.protocol.replies import chat_reply
 from tokenmill_server.routes.bodies import large_json_reply
 from tokenmill_server.routes.replying import while_connected
-from tokenmill_server.routes.requests import api_key_of, open_call
+from tokenmill_server.routes.requests import api_key_of, note_ignored, open_call
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -21,7 +21,7 @@ async def create_chat_completion(request: Request) -> Response:
     inputs, defaults = call.context.inputs, call.context.config.default_sampling
     media, parts = call.context.media, call.context.media_parts()
     messages = parse_messages(fields.messages, parts)
-    call.note_ignored(parts.ignored)
+    note_ignored(call.headers, parts.ignored)
     options = chat_options(fields, inputs.template_variables)
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:

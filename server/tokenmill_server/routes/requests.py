@@ -41,13 +41,6 @@ class Call:
     headers: dict[str, str]
     """Of the answer."""
 
-    def note_ignored(self, names: Sequence[str]) -> None:
-        """These parts of the request had no effect: the answer says so."""
-        told = [name for name in names if name.isascii() and name.isprintable()]
-        if told:
-            earlier = [self.headers[IGNORED_HEADER]] if IGNORED_HEADER in self.headers else []
-            self.headers[IGNORED_HEADER] = ", ".join(earlier + told)[:_MAX_IGNORED_CHARS]
-
     def head(self, prefix: str) -> ReplyHead:
         return ReplyHead(
             id=f"{prefix}-{self.request_id}",
@@ -122,8 +115,16 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
         priority=priority if priority is not None else fields.priority or 0,
         headers={},
     )
-    call.note_ignored(ignored_fields(body, model.model_fields))
+    note_ignored(call.headers, ignored_fields(body, model.model_fields))
     return call, fields
+
+
+def note_ignored(headers: dict[str, str], names: Sequence[str]) -> None:
+    """These parts of a request had no effect: the headers of the answer say so."""
+    told = [name for name in names if name.isascii() and name.isprintable()]
+    if told:
+        earlier = [headers[IGNORED_HEADER]] if IGNORED_HEADER in headers else []
+        headers[IGNORED_HEADER] = ", ".join(earlier + told)[:_MAX_IGNORED_CHARS]
 
 
 def api_key_of(request: Request) -> str:

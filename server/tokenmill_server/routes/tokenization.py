@@ -1,7 +1,6 @@
 """POST /tokenize and POST /detokenize"""
 
 import asyncio
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -9,12 +8,15 @@ from starlette.responses import Response
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.context import ServerContext, context_of
 from tokenmill_server.multimodal.media_request import MediaRequest
+from tokenmill_server.multimodal.parts import MediaParts
+from tokenmill_server.processing.chat_template import Message
 from tokenmill_server.processing.sampling_checks import check_token_ids
 from tokenmill_server.protocol.chat import chat_options, parse_messages
+from tokenmill_server.protocol.fields import ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenmill_server.routes.bodies import json_reply, parse, read_json
 from tokenmill_server.routes.replying import while_connected
-from tokenmill_server.routes.requests import api_key_of
+from tokenmill_server.routes.requests import api_key_of, note_ignored
 
 _MAX_CONTEXTS = 4
 """How many times the model's context a text or a list of ids may be long."""
@@ -24,14 +26,20 @@ async def tokenize(request: Request) -> Response:
     """Ids of a text or of a conversation. Works before the engine is ready, and takes longer prompts than it."""
     context = context_of(request)
     inputs = context.inputs
-    fields = parse(await read_json(request, context.config.max_body_bytes), TokenizeRequest)
+    body = await read_json(request, context.config.max_body_bytes)
+    refuse_unsupported(body, TokenizeRequest.model_fields)
+    fields = parse(body, TokenizeRequest)
+    headers: dict[str, str] = {}
+    note_ignored(headers, ignored_fields(body, TokenizeRequest.model_fields))
     context.check_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("give either prompt or messages", "prompt")
     if fields.messages is None:
         token_ids = await _encode_text(context, fields.prompt or "", fields.add_special_tokens is not False)
     else:
-        token_ids = await _encode_chat(request, context, fields, fields.messages)
+        parts = context.media_parts()
+        token_ids = await _encode_chat(request, fields, parse_messages(fields.messages, parts), parts)
+        note_ignored(headers, parts.ignored)
     strings = await asyncio.to_thread(inputs.tokenizer.token_strings, token_ids) if fields.return_token_strs else None
     return json_reply(
         {
@@ -39,16 +47,17 @@ async def tokenize(request: Request) -> Response:
             "max_model_len": inputs.max_model_len,
             "tokens": token_ids,
             "token_strs": strings,
-        }
+        },
+        headers,
     )
 
 
 async def _encode_chat(
-    request: Request, context: ServerContext, fields: TokenizeRequest, given: list[dict[str, Any]]
+    request: Request, fields: TokenizeRequest, messages: list[Message], parts: MediaParts
 ) -> list[int]:
     """Images and videos are fetched, since their sizes count; then the prompt must fit, as in the chat route."""
-    media, parts = context.media, context.media_parts()
-    messages = parse_messages(given, parts)
+    context = context_of(request)
+    media = context.media
     options = chat_options(fields, context.inputs.template_variables)
     wishes = context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
     if media is None or not parts.sources:

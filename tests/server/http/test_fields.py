@@ -221,6 +221,19 @@ def test_the_reply_names_keys_of_parts_without_effect(client: httpx.Client, stre
     assert response.headers["x-ignored-fields"] == "user, messages[0].content[0].cache_control"
 
 
+def test_tokenize_is_as_strict_as_chat(client: httpx.Client) -> None:
+    """What would change the prompt and is not there does not change the count in silence."""
+    part = {"type": "text", "text": "x", "txet": "y"}
+    body = {"messages": [{"role": "user", "content": [part]}], "wibble": 1, "tools": []}
+    response = client.post("/tokenize", json=body)
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "wibble, messages[0].content[0].txet"
+    assert "x-ignored-fields" not in client.post("/tokenize", json={"prompt": "x"}).headers
+    for name, value in (("tools", [{"type": "function"}]), ("chat_template", "x")):
+        response = client.post("/tokenize", json=body | {name: value})
+        assert is_error(response, 400, name, "unsupported_parameter")
+
+
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 def test_more_content_parts_than_a_request_may_have(client: httpx.Client, path: str) -> None:
     """Those of all messages count, and a message of text as one."""
