@@ -20,7 +20,7 @@ def processor_kwargs(value: object) -> ProcessorKwargs:
     """From the mapping that a user wrote. Raises ValueError naming what is wrong in it."""
     said: dict[str, Any] = {}
     for name, each in _mapping(value, "mm_processor_kwargs").items():
-        if each is None:
+        if each is None or (name == "fps" and each == []):  # the second is what Qwen's helper says of images alone
             continue
         if name == "size":
             for key, number in _mapping(each, "size").items():

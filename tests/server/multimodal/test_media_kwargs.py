@@ -45,6 +45,12 @@ def test_what_cannot_be_said_of_reading(said: Any, message: str) -> None:
         media_io_kwargs(said)
 
 
+def test_what_the_helper_of_qwen_says_of_images_alone() -> None:
+    assert processor_kwargs({"do_sample_frames": False, "fps": []}) == ProcessorKwargs(do_sample_frames=False)
+    with pytest.raises(ValueError, match=re.escape("fps must be a number above 0, not [2.0]")):
+        processor_kwargs({"fps": [2.0]})
+
+
 def test_what_processors_are_told() -> None:
     assert processor_kwargs({}) == ProcessorKwargs()
     assert processor_kwargs({"fps": None}) == ProcessorKwargs()
