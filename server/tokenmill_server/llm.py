@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class LLM:
         self.input_processor = _input_processor(configuration, self.tokenizer)
         kept_open = contextlib.ExitStack()
         segments = kept_open.enter_context(create_segments(configuration))
-        media = configuration.server.media
+        media = replace(configuration.server.media, refuses_when_full=False)
         store = open_store(segments[0], 0, media) if segments else None
         self._media = make_media_chats(self.input_processor, configuration.engine, media, store=store)
         self.host = EngineHost(configuration.engine, self.tokenizer, segments)

@@ -185,8 +185,8 @@ MEDIA = (
         Group.MULTIMODAL,
         integer(1),
         _DEFAULTS.memory_bytes,
-        "Most memory that an API server takes to decode and prepare images and videos (4G); further ones wait, and one "
-        "that alone takes more is refused",
+        "Most memory that an API server takes to decode and prepare images and videos (4G), further ones wait; and as "
+        "much again for those of requests that wait, further requests are refused",
         "media.memory_bytes",
         metavar="BYTES",
     ),

@@ -92,7 +92,9 @@ class MediaChats:
         self._inputs.check_fits(len(prompt.token_ids), prompt.param)
         sources, most = request.sources, self._inputs.max_model_len
         room = TokenRoom(most - len(prompt.token_ids) + len(sources), self._limits.max_image_tokens)
-        loaded = await self._under_way.wait(self._loader.load(sources, room, request.scope, request.wishes))
+        holding = self._loader.held.holding()
+        loading = self._loader.load(sources, room, request.scope, request.wishes, holding)
+        loaded = await self._under_way.wait(loading)
         expanded = self._placeholders.expand(prompt.token_ids, are_places, [each.item for each in loaded])
         token_ids = expanded.token_ids
         if truncation is not None and len(self._inputs.truncated(token_ids, truncation)) < len(token_ids):
@@ -101,7 +103,7 @@ class MediaChats:
                 "truncate_prompt_tokens",
             )
         pieces = [loaded[source].piece(number) for source, number in expanded.order]
-        supply = RequestSupply(self._loader.prepared, pieces, expanded.items)
+        supply = RequestSupply(self._loader.prepared, pieces, expanded.items, holding)
         return replace(prompt, token_ids=token_ids, media=supply.places, media_supply=supply)
 
     def engine_lost(self) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import unquote_to_bytes, urljoin
 
 import httptools
 
+from tokenmill_engine.errors import TokenmillError
 from tokenmill_server.multimodal.addresses import Target, local_file, parse_target, resolve
 from tokenmill_server.multimodal.connecting import Connection, first_to_connect
 from tokenmill_server.multimodal.errors import MediaError
@@ -39,9 +40,11 @@ _PIECE_CHARS = 64 * 1024
 class Budget:
     """Bytes that the media of one request may still have. Threads share it."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, on_take: Callable[[int], None] | None = None) -> None:
+        """`on_take` is called with the bytes that are taken, and may raise TokenmillError."""
         self.max_bytes = max_bytes
         self._left = max_bytes
+        self._on_take = on_take
         self._lock = threading.Lock()
 
     def check(self, num_bytes: int) -> None:
@@ -52,10 +55,12 @@ class Budget:
             )
 
     def take(self, num_bytes: int) -> None:
-        """Raises MediaError if these are too many."""
+        """Raises MediaError if these are too many, and what `on_take` does."""
         with self._lock:
             self.check(num_bytes)
             self._left -= num_bytes
+        if self._on_take is not None:
+            self._on_take(num_bytes)
 
 
 def scheme_of(url: str) -> str:
@@ -241,7 +246,7 @@ class _Answer:
         self._num_bytes = 0
         self._num_body_bytes = 0
         self._has_head = False
-        self._failure: MediaError | None = None
+        self._failure: TokenmillError | None = None
         self.is_complete = False
         self.status = 0
 
@@ -255,7 +260,7 @@ class _Answer:
             return value.decode("latin-1")
 
     def feed(self, data: bytes) -> None:
-        """Takes the next bytes. Raises MediaError."""
+        """Takes the next bytes. Raises MediaError, and what the budget does."""
         self._num_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -316,5 +321,5 @@ class _Answer:
     def _try(self, check: Callable[[], None]) -> None:
         try:
             check()
-        except MediaError as error:
+        except TokenmillError as error:
             self._failure = error

@@ -20,6 +20,7 @@ from tokenmill_server.multimodal.decoding_memory import DecodingMemory
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
 from tokenmill_server.multimodal.given_video import GivenVideo
+from tokenmill_server.multimodal.held import HeldMedia, Holding
 from tokenmill_server.multimodal.image_item import WantedImage
 from tokenmill_server.multimodal.image_preparer import ImagePreparer
 from tokenmill_server.multimodal.items import PreparedItem
@@ -108,6 +109,7 @@ class MediaLoader:
         """None: there are no images, or no videos, among the sources."""
         self.prepared = prepared
         self._memory = DecodingMemory(settings.memory_bytes)
+        self.held = HeldMedia(settings.memory_bytes if settings.refuses_when_full else None)
         self._images = None if processor is None else ImagePreparer(processor, settings, self._memory)
         self._videos = videos
         self._flags = MediaWishes(settings.video_reading, settings.processor_kwargs)
@@ -123,14 +125,19 @@ class MediaLoader:
         room: TokenRoom,
         scope: tuple[str, ...] = (),
         wishes: MediaWishes | None = None,
+        holding: Holding | None = None,
     ) -> list[LoadedItem]:
         """The media of one request, some at a time: others have their turn between those of a request with hundreds. If
         the caller is cancelled, or one fails, the others are given up. What a client of one `scope` names by a uuid is
-        nothing to those of others. `wishes` None: as the flags say.
+        nothing to those of others. `wishes` None: as the flags say. `holding` gets what is in memory then; None: nobody
+        counts that.
 
-        Raises InvalidRequestError naming the field of one that cannot be had, or is too large for `room`.
+        Raises InvalidRequestError naming the field of one that cannot be had, or is too large for `room`;
+        OverloadedError if other requests hold too much.
         """
-        request = _Request(Budget(self._settings.max_bytes), room, scope, wishes or self._flags)
+        holding = holding or self.held.holding()
+        budget = Budget(self._settings.max_bytes, holding.take)
+        request = _Request(budget, room, scope, wishes or self._flags, holding)
         turns = asyncio.Semaphore(_TURNS_PER_THREAD * self._settings.loading_threads)
 
         async def load_one(source: MediaSource) -> LoadedItem:
@@ -138,10 +145,14 @@ class MediaLoader:
                 return await self._load(source, request)
 
         try:
+            holding.take(sum(len(source.content) for source in sources if isinstance(source.content, str)))
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(load_one(source)) for source in sources]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        except BaseException as failure:
+            holding.release()
+            if isinstance(failure, ExceptionGroup):
+                raise failure.exceptions[0] from None
+            raise
         return [task.result() for task in tasks]
 
     def close(self) -> None:
@@ -158,7 +169,9 @@ class MediaLoader:
         content = source.content
         try:
             if content is None:
-                return LoadedItem(self.prepared.find_given(given or b"", waiter), source.param, None)
+                item = self.prepared.find_given(given or b"", waiter)
+                request.holding.take_item(item)
+                return LoadedItem(item, source.param, None)
             if isinstance(content, Image.Image | GivenVideo):
                 work: Prepare = partial(prepare, content)
                 item = await self.prepared.prepare(None, waiter, work, self._runner(source.kind))
@@ -167,6 +180,7 @@ class MediaLoader:
                 item = await self._from_file(data, waiter, options, partial(prepare, data), source.kind)
                 # The request has its own copy of these bytes; what others have may be another one next time.
                 work = partial(self._read_and_prepare, content, prepare)
+                request.holding.give(len(data))
             elif scheme_of(content) not in ("http", "https", "file"):
                 raise _unknown_address(content, source.kind)
             else:
@@ -174,6 +188,7 @@ class MediaLoader:
                     data = await self._get(content, request.budget, source.kind)
                     work = partial(prepare, data)
                     item = await self._from_file(data, waiter, options, work, source.kind)
+            request.holding.take_item(item)
             loaded = self._loaded(item, work, source)
         except MediaError as error:
             raise MediaError(str(error), source.param) from error
@@ -244,6 +259,7 @@ class _Request:
     room: TokenRoom
     scope: tuple[str, ...]
     wishes: MediaWishes
+    holding: Holding
 
 
 def _unknown_address(url: str, kind: str) -> MediaError:

@@ -10,6 +10,7 @@ import msgspec
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.ipc.object_store import Lease
 from tokenmill_engine.messages import MediaItem
+from tokenmill_server.multimodal.held import Holding
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.prepared import PreparedMedia
 
@@ -41,8 +42,15 @@ class RequestSupply:
     """A `MediaSupply`. Tensors are let go of when they are sent; what they were made of, which is much smaller, when
     every sequence has had an answer."""
 
-    def __init__(self, prepared: PreparedMedia, loaded: Sequence[LoadedItem], items: Sequence[MediaItem]) -> None:
-        """`items`: where each of `loaded` stands in the prompt."""
+    def __init__(
+        self,
+        prepared: PreparedMedia,
+        loaded: Sequence[LoadedItem],
+        items: Sequence[MediaItem],
+        holding: Holding | None = None,
+    ) -> None:
+        """`items`: where each of `loaded` stands in the prompt. `holding`: what `loaded` takes."""
+        self._holding = holding
         self._prepared = prepared
         self._loaded = list(loaded)
         self._leases: list[Lease] = []
@@ -74,6 +82,8 @@ class RequestSupply:
         self._loaded = [
             LoadedItem(loaded.item.without_tensors(), loaded.param, loaded.again) for loaded in self._loaded
         ]
+        if self._holding is not None:
+            self._holding.give_items()
 
     async def restored(self) -> tuple[MediaItem, ...]:
         loaded = list(self._loaded)  # whatever settles meanwhile
@@ -90,8 +100,11 @@ class RequestSupply:
 
     def settle(self) -> None:
         self._loaded.clear()
+        if self._holding is not None:
+            self._holding.release()
 
     def end(self) -> None:
+        self.settle()
         for lease in self._leases:
             lease.release()
         self._leases.clear()
