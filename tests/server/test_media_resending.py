@@ -84,6 +84,11 @@ def answer(asked: GenerationRequest) -> list[int]:
     return echo_tokens(list(asked.prompt_token_ids), 8)
 
 
+def num_resent(generator: TextGenerator) -> int:
+    """Choices that wait for media to be sent again."""
+    return sum(len(resend.choices) for resend in generator._resender._resends.values())
+
+
 async def test_the_client_notices_nothing(tokenizer: Tokenizer) -> None:
     async with generating(tokenizer) as (generator, engines):
         stores(engines, 1 << 20)
@@ -107,8 +112,12 @@ async def test_of_several_choices_the_first_carries_the_tensors(tokenizer: Token
             supply = Supply(items("cat"), believed)
             echo = engines[engine]
             echo.paused.set()
+            supply.may_restore.clear()
             wanted = asked(tokenizer, supply, n=4, temperature=1.0)
             task = asyncio.ensure_future(generator.complete(wanted, engine))
+            if believed:  # the engine may say so of one after the other
+                await wait_until(lambda: num_resent(generator) == 4)
+            supply.may_restore.set()
             await wait_until(lambda echo=echo: len(echo.added) == 4)
             echo.paused.clear()
             assert len((await task).outputs) == 4
