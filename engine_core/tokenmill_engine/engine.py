@@ -85,6 +85,7 @@ class EngineCore:
             eos_token_ids=config.model.eos_token_ids,
             media=config.model.media,
             max_item_tokens=config.scheduler.max_item_tokens,
+            num_positions=config.model.num_positions,
         )
         num_stages = config.parallel.pipeline_parallel_size
         self._depth = steps_under_way(num_stages, config.scheduler.async_scheduling)

@@ -19,6 +19,7 @@ from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.ipc.ids import client_of
 from tokenmill_engine.media_items import check_media
 from tokenmill_engine.messages import AddRequest, FinishReason, MediaItem, SamplingParams
+from tokenmill_engine.mrope import longest_with
 
 MAX_BAD_WORD_TOKENS = 4096
 """Of one request, over all words: each is compared with the output in every step of the whole batch."""
@@ -148,6 +149,8 @@ class RequestLimits:
     """None: the model reads text only."""
     max_item_tokens: int = 0
     """Placeholders of the largest image."""
+    num_positions: int = 0
+    """As in `ModelConfig`; for a model of text alone without a meaning."""
 
 
 def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Random) -> Request:
@@ -157,7 +160,7 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
     the device, and take the whole batch with it.
 
     Raises:
-        ContextLengthError: the prompt leaves no room for a token.
+        ContextLengthError: the prompt leaves no room for a token, or its videos leave no position for one.
         InvalidRequestError: it is empty, a token id or number is out of range, a list is absurdly long, or its media
             are not what the model takes.
     """
@@ -166,8 +169,8 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
     sampling = message.sampling
     if num_prompt == 0:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
-    room = limits.max_model_len - num_prompt
-    if room < min(1, 1 if sampling.max_tokens is None else sampling.max_tokens):
+    room, needed = limits.max_model_len - num_prompt, min(1, 1 if sampling.max_tokens is None else sampling.max_tokens)
+    if room < needed:
         raise ContextLengthError(
             f"the prompt has {num_prompt} tokens; this engine holds {limits.max_model_len} including the output",
             param="prompt",
@@ -175,6 +178,10 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
     _check_sampling(sampling, limits.vocab_size)
     _check_vocabulary("prompt", prompt, limits.vocab_size)
     check_media(message.media, prompt, limits.media, limits.max_item_tokens)
+    if limits.media is not None:
+        room = min(room, longest_with(message.media, limits.media, limits.num_positions) - num_prompt)
+        if room < needed:
+            raise ContextLengthError(f"the videos last longer than the {limits.num_positions} positions of this model")
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     bad_words = _possible_bad_words(sampling.bad_words_token_ids, max_tokens)
     stop_token_ids = tuple(dict.fromkeys(sampling.stop_token_ids))

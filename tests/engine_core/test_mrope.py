@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tokenmill_engine.mrope import GridSpan, mrope_positions
+from tests.support.media_items import QWEN, WITH_TIME, qwen_item, video_item
+from tokenmill_engine.mrope import GridSpan, longest_with, mrope_positions, position_delta
 
 
 def test_text_alone_counts_on() -> None:
@@ -46,3 +49,30 @@ def test_positions_do_not_depend_on_what_follows() -> None:
 def test_images_that_overlap_are_cut_off_or_empty_are_refused(images: list[tuple[int, tuple[int, int, int]]]) -> None:
     with pytest.raises(ValueError, match="overlaps or is cut off"):
         mrope_positions(10, [GridSpan(*image) for image in images], 2)
+
+
+SPANS = st.tuples(
+    st.integers(0, 5),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from((1.0, 0.3, 1.7, 2.0, 33.3)),
+)
+"""Text before it, steps in time, rows, columns and positions from step to step."""
+
+
+@given(st.lists(SPANS, max_size=4), st.integers(0, 5))
+def test_how_far_positions_go_is_known_without_them(spans: list[tuple[int, int, int, int, float]], rest: int) -> None:
+    end, media = 0, []
+    for before, time, rows, columns, step in spans:
+        media.append(GridSpan(end + before, (time, 2 * rows, 2 * columns), step))
+        end += before + time * rows * columns
+    positions, delta = mrope_positions(end + rest, media, 2)
+    assert position_delta(media, 2) == delta
+    assert positions.max(initial=-1) == end + rest + delta - 1
+
+
+def test_only_videos_that_tell_the_time_need_more_positions_than_tokens() -> None:
+    assert longest_with([video_item("a", 0, seconds=5.0)], WITH_TIME, 100) == 100 - (11 - 4)
+    assert longest_with([qwen_item("cat", 0, 3, 3)], QWEN, 100) == 100
+    assert longest_with([], WITH_TIME, 100) == 100

@@ -42,6 +42,14 @@ class ModelConfig:
     """How workers that share each layer share the vision encoder."""
 
     @property
+    def num_positions(self) -> int:
+        """Positions that tokens may have. Those of a video that tells the time may be further apart than its tokens,
+        but not beyond what the model was made for."""
+        per_token = 1 if self.media is None else self.media.positions_per_token
+        most = min(per_token * self.max_model_len, self.architecture.max_position_embeddings)
+        return max(self.max_model_len, most)
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the decoder and of what stands in front of it."""
         return self.architecture.num_parameters + (self.media.vision.num_parameters if self.media is not None else 0)

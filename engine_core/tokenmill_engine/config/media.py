@@ -127,5 +127,5 @@ class MediaConfig:
 
     @property
     def positions_per_token(self) -> int:
-        """No prompt reaches positions beyond that many times its length: a video takes as many as it is long."""
+        """No item takes positions beyond that many times its tokens: a video takes as many as it is long."""
         return 1 if self.tokens_per_second is None else _POSITIONS_PER_TOKEN

@@ -17,8 +17,14 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, num_positions: int, device: t
     rotary_dim = rope.rotary_dim or head_dim
     frequencies = _frequencies(rope, rotary_dim).to(device)
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-    angles = positions[:, None] * frequencies[None, :]
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
+    table = torch.empty(num_positions, rotary_dim, dtype=torch.float32, device=device)
+    # Tables of long contexts have hundreds of megabytes: angles are where the sines will be, and nowhere else.
+    cosines, sines = table.chunk(2, dim=1)
+    torch.mul(positions[:, None], frequencies[None, :], out=sines)
+    torch.cos(sines, out=cosines)
+    sines.sin_()
+    factor = attention_factor(rope)
+    return table if factor == 1.0 else table.mul_(factor)
 
 
 def attention_factor(rope: RopeConfig) -> float:

@@ -95,9 +95,7 @@ class DenseDecoder:
             self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, placement)
             self.head_rows = self.embed_tokens if is_tied else self._add_vocabulary("lm_head")
             self.lm_head = LMHead(self.head_rows)
-        num_positions = config.max_model_len + _SPARE_POSITIONS
-        if config.media is not None:
-            num_positions *= config.media.positions_per_token
+        num_positions = config.num_positions + _SPARE_POSITIONS
         self.cos_sin = cos_sin_table(architecture.rope, architecture.head_dim, num_positions, device)
         self._fused: FusedStack | None = None
 

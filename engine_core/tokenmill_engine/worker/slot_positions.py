@@ -3,13 +3,13 @@
 Up to the end of its last image a prompt has three positions for each token; behind it they are the same again, and
 differ from the token's index by a number that stays."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenmill_engine.mrope import GridSpan, mrope_positions
-from tokenmill_engine.outputs import MediaPlace, SlotStart
+from tokenmill_engine.mrope import grid_spans, mrope_positions
+from tokenmill_engine.outputs import SlotStart
 
 _Positions = NDArray[np.int32]
 
@@ -35,16 +35,9 @@ class SlotPositions:
             self._ends[start.slot] = self._deltas[start.slot] = 0
             if start.media:
                 end = start.media[-1].offset + start.media[-1].num_tokens
-                known, delta = mrope_positions(end, self._spans(start.media), self._merge_size)
+                spans = grid_spans(start.media, self._tokens_per_second)
+                known, delta = mrope_positions(end, spans, self._merge_size)
                 self._known[start.slot], self._deltas[start.slot], self._ends[start.slot] = known, delta, end
-
-    def _spans(self, media: Sequence[MediaPlace]) -> Iterator[GridSpan]:
-        for place in media:
-            step = 1.0
-            if self._tokens_per_second is not None and place.seconds_per_step is not None:
-                step = self._tokens_per_second * place.seconds_per_step
-            if place.grid is not None:
-                yield GridSpan(place.offset, place.grid, step)
 
     def delta(self, slot: int) -> int:
         """What to add to the index of a token behind the last image for its position."""

@@ -9,7 +9,7 @@ from tokenmill_engine.errors import InvalidRequestError, TokenmillError
 from tokenmill_engine.ipc.object_store import ObjectStore
 from tokenmill_server.multimodal.image_options import read_image_options
 from tokenmill_server.multimodal.loader import MediaLoader, TokenRoom
-from tokenmill_server.multimodal.media_request import MediaLimits, MediaRequest
+from tokenmill_server.multimodal.media_request import MediaLimits, MediaRequest, check_positions
 from tokenmill_server.multimodal.parts import ImageSource, MediaParts, MediaSource, check_num_media
 from tokenmill_server.multimodal.placement import place_caches
 from tokenmill_server.multimodal.prepared import PreparedMedia
@@ -97,6 +97,7 @@ class MediaChats:
         loaded = await self._under_way.wait(loading)
         expanded = self._placeholders.expand(prompt.token_ids, are_places, [each.item for each in loaded])
         token_ids = expanded.token_ids
+        check_positions(len(token_ids), expanded.items, self._placeholders.media, self._limits)
         if truncation is not None and len(self._inputs.truncated(token_ids, truncation)) < len(token_ids):
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens, and prompts with images or videos are not truncated",
@@ -136,7 +137,8 @@ def make_media_chats(
     if media is None:
         return None
     most, folder = engine.scheduler.max_item_tokens, Path(engine.model.path)
-    limits = MediaLimits(settings.limits.images, settings.limits.videos, most, media.views is not None)
+    asked, num_positions = settings.limits, engine.model.num_positions
+    limits = MediaLimits(asked.images, asked.videos, most, media.views is not None, num_positions)
     processor = ImageProcessor(media, read_image_options(folder, media)) if limits.images else None
     videos = VideoPreparer(media, read_video_options(folder, media), settings, most) if limits.videos else None
     prepared = PreparedMedia(place_caches(settings, num_api_servers, engine.data_parallel_size), on_lookup, store)

@@ -36,6 +36,7 @@ class Placeholders:
 
     def __init__(self, media: MediaConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         """Raises ConfigError if the tokenizer lacks a token."""
+        self.media = media
         self._tokenizer = tokenizer
         ids = {"image": media.image_token_id}
         if media.takes_video and media.video_token_id is not None:

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.support.media_items import IMAGE_TOKEN, QWEN, qwen_item
+from tests.support.media_items import IMAGE_TOKEN, QWEN, VIDEO_TOKEN, WITH_TIME, qwen_item, video_item
 from tests.support.scheduling import make_request
 from tokenmill_engine.block_hash import hash_full_blocks
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
@@ -152,7 +152,7 @@ def test_what_would_fail_on_the_device_is_refused(prompt: list[int], sampling: d
 
 
 def test_a_request_holds_its_images_and_blocks_are_named_by_them() -> None:
-    limits = RequestLimits(20, 100, (2, 3), media=QWEN, max_item_tokens=4)
+    limits = RequestLimits(20, 100, (2, 3), media=QWEN, max_item_tokens=4, num_positions=20)
     prompt = np.array([1, *[IMAGE_TOKEN] * 4, *range(7)], dtype="<i4")
 
     def named(content: str) -> list[bytes]:
@@ -165,6 +165,24 @@ def test_a_request_holds_its_images_and_blocks_are_named_by_them() -> None:
 
     assert named("cat") == named("cat")
     assert not set(named("cat")) & set(named("dog"))
+
+
+def test_an_output_ends_where_positions_do() -> None:
+    """Of a video of 4 tokens and 11 positions, in a prompt of 5 tokens."""
+    prompt = np.array([*[VIDEO_TOKEN] * 4, 7], dtype="<i4")
+
+    def most(num_positions: int, **sampling: int) -> int:
+        limits = RequestLimits(20, 100, (), media=WITH_TIME, max_item_tokens=4, num_positions=num_positions)
+        items = (video_item("a", 0, seconds=5.0),)
+        message = AddRequest(1, "", prompt.tobytes(), SamplingParams(**sampling), 0.0, media=items)  # type: ignore[arg-type]
+        return build_request(message, limits, random.Random(0)).max_tokens
+
+    assert most(40) == 15
+    assert most(20) == 8
+    assert most(20, max_tokens=3) == 3
+    assert most(12, max_tokens=0) == 0
+    with pytest.raises(ContextLengthError, match="videos last longer than the 12 positions"):
+        most(12)
 
 
 def test_images_for_a_model_that_reads_text_are_refused() -> None:

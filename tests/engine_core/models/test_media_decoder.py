@@ -11,6 +11,7 @@ from tests.support.media_forward import MediaForward, MediaPrompt, Reference, nu
 from tests.support.model_loading import load_on_cpu, load_op_by_op, model_config
 from tests.support.tiny_media_models import MediaFamily, Spelling, cached_tiny_media_model
 from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.models.loader import build_model
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.models.vision.encoder import ImageInput
 
@@ -236,3 +237,14 @@ def test_bfloat16_stays_near_float32() -> None:
         logits = MediaForward(rounded, media, {"a": text}).step(everything(text))["a"]
         reference = MediaForward(exact, media, {"a": text}).step(everything(text))["a"]
         assert (logits.log_softmax(-1) - reference.log_softmax(-1)).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize(("family", "expected"), [("qwen2_vl", [100, 300, 2000]), ("qwen2_5_vl", [400, 1024, 2000])])
+def test_positions_go_as_far_as_the_model_was_made_for_or_as_tokens_need(
+    family: MediaFamily, expected: list[int]
+) -> None:
+    """A video takes up to four times its tokens of Qwen2.5-VL. These models were made for 1024."""
+    configs = [model_config(cached_tiny_media_model(family), max_model_len=length) for length in (100, 300, 2000)]
+    assert [config.num_positions for config in configs] == expected
+    rows = [len(build_model(config, torch.device("meta")).cos_sin) for config in configs]
+    assert [count - each for count, each in zip(rows, expected, strict=True)] == [64] * 3
