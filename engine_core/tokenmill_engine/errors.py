@@ -12,6 +12,7 @@
         ├── OverloadedError      refused before work started; a retry later helps
         │   ├── EngineStartingError     still loading
         │   └── EngineUnavailableError  the engine that the client named is gone, others are not
+        ├── DeadlineError        the client's own time was over before the answer was complete
         └── EngineDeadError      the engine process is gone
             └── ExchangeError    a worker cannot reach another one
 
@@ -90,6 +91,10 @@ class EngineStartingError(OverloadedError):
 
 class EngineUnavailableError(OverloadedError):
     """The engine that a request names is gone, for now or (no `retry_after_s`) for good; others are there."""
+
+
+class DeadlineError(EngineError):
+    """The answer was not complete when the time was over that the client had set."""
 
 
 class EngineDeadError(EngineError):

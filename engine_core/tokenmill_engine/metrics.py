@@ -277,10 +277,10 @@ class FrontendMetrics:
         self._add_media(SeriesBuilder(prefixes, {"model_name": model_name, "engine": str(first_rank)}, registry))
         rejections = SeriesBuilder(prefixes, {}, registry).counters(
             "admission_rejections_total",
-            "Requests refused because a queue limit was reached; there is no such limit, so always 0.",
+            "Requests refused because --max-num-queued-reqs or --max-num-queued-tokens was reached.",
             [{"reason": reason} for reason in _REJECTION_REASONS],
         )
-        self.admission_rejections = dict(zip(_REJECTION_REASONS, rejections, strict=True))
+        self._admission_rejections = dict(zip(_REJECTION_REASONS, rejections, strict=True))
         self._add_http(registry)
 
     def _add_media(self, first: SeriesBuilder) -> None:
@@ -308,6 +308,10 @@ class FrontendMetrics:
     def count_sent(self, engine: int, num_bytes: int) -> None:
         """A message went to an engine core."""
         self._sent_bytes[engine].inc(num_bytes)
+
+    def count_rejection(self, reason: str) -> None:
+        """A request was refused; `reason` is the Python name of the flag that says how many are taken."""
+        self._admission_rejections[reason].inc()
 
     def count_media_lookup(self, was_known: bool) -> None:
         """An image or a video was looked up in a cache of prepared ones."""

@@ -49,6 +49,7 @@ from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.accept import ConnectionCounts
+from tokenmill_server.admission import make_admission
 from tokenmill_server.app import create_app
 from tokenmill_server.balancing.load_balancer import make_balancer
 from tokenmill_server.context import ServerContext
@@ -140,11 +141,15 @@ def build_context(start: ApiServerStart) -> ServerContext:
     balancer = make_balancer(start.engine, config.api_server_count)
     client = EngineClient(start.client, start.incarnation, balancer)
     store = None if start.segment_fd is None else open_store(start.segment_fd, start.client, config.media)
+    generator = TextGenerator(client, tokenizer, metrics)
+    admission, on_queue = make_admission(config, Path(start.run_dir), start.client, metrics.count_rejection)
+    if on_queue is not None:
+        generator.on_queue = on_queue
     return ServerContext(
         config=config,
         engine_config=start.engine,
         inputs=inputs,
-        generator=TextGenerator(client, tokenizer, metrics),
+        generator=generator,
         readiness=Readiness(num_engines),
         started_at=int(time.time()),
         fingerprint=_fingerprint(start),
@@ -153,6 +158,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         media=make_media_chats(
             inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup, store
         ),
+        admission=admission,
     )
 
 

@@ -29,6 +29,11 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     log_level: str = "INFO"
     max_body_bytes: int = 32 * 1024 * 1024
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    """What may be open at once before requests are refused: sequences, and prompt tokens without a first answer."""
+    strict_fields: bool = False
+    """Fields without effect are refused."""
     media: MediaSettings = field(default_factory=MediaSettings)
 
 

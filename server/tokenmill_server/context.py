@@ -8,6 +8,7 @@ from fastapi import Request
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import InvalidRequestError, NotFoundError
 from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.admission import Admission
 from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
@@ -39,6 +40,8 @@ class ServerContext:
     """Where some engine cores are on other machines."""
     media: MediaChats | None = None
     """None: the model takes text alone."""
+    admission: Admission | None = None
+    """None: nothing limits how much may be open."""
 
     @property
     def model_name(self) -> str:

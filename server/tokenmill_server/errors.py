@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 
 from tokenmill_engine.errors import (
     AuthenticationError,
+    DeadlineError,
     EngineDeadError,
     EngineError,
     EngineStartingError,
@@ -77,6 +78,7 @@ _TABLE: dict[type[Exception], tuple[int, str, str | None]] = {
     EngineUnavailableError: (503, _SERVER, "engine_unavailable"),
     ShuttingDownError: (503, _SERVER, "server_shutting_down"),
     OverloadedError: (503, _SERVER, "server_overloaded"),
+    DeadlineError: (504, _SERVER, "deadline_exceeded"),
     EngineDeadError: (500, _SERVER, "engine_dead"),
     EngineError: (500, _SERVER, "engine_error"),
 }
@@ -98,13 +100,14 @@ def describe(error: Exception) -> ErrorReply:
             status, kind, code = _TABLE[kind_of_error]
             break
     else:
-        return ErrorReply(500, _SERVER, "internal server error", code="internal_error")
+        headers = {"x-should-retry": "false"}  # a fault of ours that the same request would meet again
+        return ErrorReply(500, _SERVER, "internal server error", code="internal_error", headers=headers)
     headers = {}
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     elif isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    elif type(error) is EngineError or isinstance(error, OverloadedError):
+    elif type(error) is EngineError or isinstance(error, (OverloadedError, DeadlineError)):
         headers["x-should-retry"] = "false"  # the same request would fail again
     param = error.param if isinstance(error, RequestError) else None
     own_code = error.code if isinstance(error, RequestError) else None

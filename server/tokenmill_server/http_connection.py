@@ -1,6 +1,7 @@
 """uvicorn's HTTP/1.1 protocol with limits on what one client may send, make wait and leave unfinished."""
 
 import asyncio
+import os
 
 import httptools
 import uvicorn
@@ -263,7 +264,8 @@ class HttpConnection(HttpToolsProtocol):
         body = reply.json()
         self.transport.write(
             STATUS_LINE[reply.status]
-            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + b"content-type: application/json\r\nx-request-id: %b\r\n" % os.urandom(16).hex().encode()
+            + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             + body
         )
         # To close what has not been read would reset the connection, and the client might lose the reply.

@@ -22,6 +22,7 @@ from tokenmill_engine.messages import (
     TokenLogprobs,
 )
 from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.deadlines import check_deadline, set_deadline
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.media_resending import MediaResender
 from tokenmill_server.processing.collector import Collector
@@ -47,6 +48,9 @@ class TextGenerator:
         self._num_unsettled: Counter[int] = Counter()
         """By engine: sequences that have failed because its connection broke. One that lives counts them itself, as
         aborted, when it is greeted again."""
+        self.on_queue: Callable[[int, int], None] = _nobody_counts
+        """Called with the open sequences, and the prompt tokens of those without an answer, when they have changed."""
+        self._num_queued_tokens = 0
         client.on_output = self._on_step
         self._resender = MediaResender(self._choices, self._send_again, self.fail)
         client.on_media_missing = self._resender.missing
@@ -83,8 +87,10 @@ class TextGenerator:
     ) -> Generation:
         """Sends the request's choices to the engine that the balancer chooses (or the pinned one), all to the same.
 
-        Raises EngineUnavailableError if the pinned engine is gone or not connected, EngineDeadError if all are gone.
+        Raises EngineUnavailableError if the pinned engine is gone or not connected, EngineDeadError if all are gone,
+        OverloadedError if the request's deadline has passed.
         """
+        check_deadline(request)
         prompt = self._client.balancer.describe(
             request.prompt_token_ids,
             num_sequences=request.sampling.n,
@@ -107,6 +113,10 @@ class TextGenerator:
             raise
         for choice in generation.choices:
             self._choices[choice.request_id] = choice
+        generation.num_queued_tokens = len(request.prompt_token_ids)
+        self._num_queued_tokens += generation.num_queued_tokens
+        set_deadline(generation, self.fail)
+        self._tell_queue()
         if media is None:
             self._resender.send_later(generation)
         return generation
@@ -118,6 +128,10 @@ class TextGenerator:
             del self._choices[request_id]
         self._resender.give_up(generation)
         self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
+        if generation.deadline_timer is not None:
+            generation.deadline_timer.cancel()
+        self._leave_queue(generation)
+        self._tell_queue()
         if generation.request.media_supply is not None:
             generation.request.media_supply.end()
 
@@ -186,6 +200,13 @@ class TextGenerator:
         self.abort(generation)
         generation.listener.on_error(error)
 
+    def _leave_queue(self, generation: Generation) -> None:
+        self._num_queued_tokens -= generation.num_queued_tokens
+        generation.num_queued_tokens = 0
+
+    def _tell_queue(self) -> None:
+        self.on_queue(len(self._choices), self._num_queued_tokens)
+
     def _send_again(self, generation: Generation, choices: Sequence[Choice], media: tuple[MediaItem, ...]) -> None:
         self._client.add_again(generation.engine, _engine_requests(generation, choices, media))
 
@@ -207,6 +228,7 @@ class TextGenerator:
                 self._take_tokens(choice, token_ids[start:end], finishes.get(index), logprobs.get(index), step)
             start = end
         self._client.abort(output.engine, step.stopped, FinishReason.STOP)
+        self._tell_queue()
         if self._metrics is not None and step.latencies:
             self._metrics.inter_token_latency[output.engine].observe_many(step.latencies)
 
@@ -259,6 +281,7 @@ class TextGenerator:
             generation.answered()
             if generation.first_token_time is None:
                 generation.first_token_time = step.time
+                self._leave_queue(generation)
                 if self._metrics is not None:
                     waited = step.time - generation.request.arrival_time
                     self._metrics.time_to_first_token[step.engine].observe(waited)
@@ -277,6 +300,10 @@ class TextGenerator:
             metrics.request_time_per_output_token[engine].observe(
                 (step.time - generation.first_token_time) / (longest - 1)
             )
+
+
+def _nobody_counts(_num_sequences: int, _num_tokens: int) -> None:
+    pass
 
 
 class _Step:

@@ -53,6 +53,7 @@ def test_table(error: Exception, status: int, kind: str, param: str | None, code
 def test_what_was_not_meant_for_clients_stays_inside() -> None:
     reply = describe(KeyError("/secret/path"))
     assert (reply.status, reply.code) == (500, "internal_error")
+    assert reply.headers == {"x-should-retry": "false"}
     assert "secret" not in reply.message
 
 

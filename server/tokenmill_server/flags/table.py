@@ -9,6 +9,7 @@ from types import MappingProxyType
 from tokenmill_engine.config.attention import parse_attention_backend
 from tokenmill_server.flags.faults import FAULTS
 from tokenmill_server.flags.flag import Arity, EnvAlias, Flag, Group
+from tokenmill_server.flags.http import HTTP
 from tokenmill_server.flags.media import MEDIA
 from tokenmill_server.flags.parallel import PARALLEL
 from tokenmill_server.flags.parsers import (
@@ -366,6 +367,6 @@ _OBSERVABILITY = (
     ),
 )
 
-_GROUPS = (_MODEL, _FRONTEND, PARALLEL, FAULTS, _CACHE, _SCHEDULER, MEDIA, VIDEO, _DEVICE, _OBSERVABILITY)
+_GROUPS = (_MODEL, _FRONTEND, HTTP, PARALLEL, FAULTS, _CACHE, _SCHEDULER, MEDIA, VIDEO, _DEVICE, _OBSERVABILITY)
 FLAGS = MappingProxyType({flag.key: flag for group in _GROUPS for flag in group})
 """Every flag by its Python name, in the order of `--help`. `--config` is not among them: it names a source of flags."""

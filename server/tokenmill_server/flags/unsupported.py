@@ -103,7 +103,7 @@ _ROWS = [
     _value("prefill-schedule-interval", "1"),
     _value("watermark", "0", "0.0"),
     _value("scheduler-delay-factor", "0", "0.0"),
-    *_values("max-num-active-seqs", "max-num-scheduled-tokens", "max-num-queued-reqs", "max-num-queued-tokens"),
+    *_values("max-num-active-seqs", "max-num-scheduled-tokens"),
     *_values("scheduler-cls", "max-num-partial-prefills", "max-long-partial-prefills"),
     # Multimodal, LoRA, speculation, structured output
     _value("mm-hasher-algorithm", "blake3"),

@@ -22,6 +22,8 @@ class GenerationRequest:
     """The prompt's text where it was given as text."""
     priority: int = 0
     cache_salt: str | None = None
+    deadline: float | None = None
+    """Seconds of `time.monotonic`: what is not complete by then is given up."""
     media: tuple[MediaItem, ...] = ()
     """Images, and where they stand in the prompt; without tensors if there is a supply."""
     media_supply: MediaSupply | None = None

@@ -161,6 +161,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        deadline: float | None = None,
     ) -> GenerationRequest:
         """A request that the engine cannot refuse for what it says.
 
@@ -177,6 +178,7 @@ class InputProcessor:
             prompt=prompt.text,
             priority=priority,
             cache_salt=cache_salt,
+            deadline=deadline,
             media=prompt.media,
             media_supply=prompt.media_supply,
         )

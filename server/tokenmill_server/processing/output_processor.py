@@ -3,6 +3,7 @@
 Pure bookkeeping: no sockets, no event loop. Whoever wants the output implements `OutputListener`.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,11 +35,13 @@ class Generation:
         "_num_silent",
         "_prompt_logprobs",
         "choices",
+        "deadline_timer",
         "engine",
         "first_token_time",
         "listener",
         "num_cached_tokens",
         "num_open",
+        "num_queued_tokens",
         "request",
     )
 
@@ -48,6 +51,9 @@ class Generation:
         self.listener = listener
         self.engine = engine
         self.num_cached_tokens = 0
+        self.num_queued_tokens = 0
+        """Prompt tokens, until the first token of the answer is there."""
+        self.deadline_timer: asyncio.TimerHandle | None = None
         self.first_token_time: float | None = None
         self._prompt_logprobs: list[TokenLogprobs] = []
         self.choices = [Choice(index, self, tokenizer) for index in range(sampling.n)]

@@ -239,6 +239,7 @@ def _is_moot(name: str, body: Json) -> bool:
 
 def ignored_fields(body: Json, known: Mapping[str, Any]) -> list[str]:
     """Names in `body` that have no effect although they ask for something: the reply says so in a header."""
-    unknown = {name for name in body.keys() - known.keys() - UNSUPPORTED.keys() if name != "best_of"}
+    strangers = body.keys() - known.keys() - UNSUPPORTED.keys() - {"best_of"}
+    unknown = {name for name in strangers if body[name] is not None}
     moot = {name for name in UNSUPPORTED.keys() & body.keys() - known.keys() if not UNSUPPORTED[name](body[name])}
     return sorted(unknown | moot)

@@ -11,8 +11,9 @@ from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
 from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
 from tokenmill_server.protocol.replies import chat_reply
 from tokenmill_server.routes.bodies import large_json_reply
+from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.replying import while_connected
-from tokenmill_server.routes.requests import api_key_of, note_ignored, open_call
+from tokenmill_server.routes.requests import api_key_of, open_call
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -21,7 +22,7 @@ async def create_chat_completion(request: Request) -> Response:
     inputs, defaults = call.context.inputs, call.context.config.default_sampling
     media, parts = call.context.media, call.context.media_parts()
     messages = parse_messages(fields.messages, parts)
-    note_ignored(call.headers, parts.ignored)
+    note_ignored(call.context, call.headers, parts.ignored)
     options = chat_options(fields, inputs.template_variables)
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:
@@ -48,6 +49,7 @@ async def create_chat_completion(request: Request) -> Response:
         arrival_time=call.arrival_time,
         priority=call.priority,
         cache_salt=fields.cache_salt,
+        deadline=call.deadline,
     )
     check_num_prompt_logprobs(len(prompt.token_ids), generation_request.sampling, "prompt_logprobs")
     head = call.head("chatcmpl")
@@ -57,7 +59,7 @@ async def create_chat_completion(request: Request) -> Response:
         session = call.session(fields, head, "chat.completion.chunk")
         shape = ChatShape(formatter, echo)
         return call.stream(session, [generation_request], lambda _: ChoiceStream(session, shape, sampling.n))
-    output = await while_connected(request, call.context.generator.complete(generation_request, call.pinned_engine))
+    (output,) = await call.complete([generation_request])
     return await large_json_reply(
         lambda: chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)),
         num_logprobs([output]),

@@ -25,7 +25,6 @@ from tokenmill_server.protocol.echo import EchoedPrompt, echo_prompt
 from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
 from tokenmill_server.protocol.replies import Json, Usage, completion_reply, usage_of
 from tokenmill_server.routes.bodies import large_json_reply
-from tokenmill_server.routes.replying import while_connected
 from tokenmill_server.routes.requests import Call, open_call
 
 
@@ -42,8 +41,7 @@ async def create_completion(request: Request) -> Response:
         return call.stream(
             session, job.requests, lambda index: ChoiceStream(session, shape, job.num_choices, index * job.num_choices)
         )
-    work = call.context.generator.complete_all(job.requests, call.pinned_engine)
-    outputs = await while_connected(request, work)
+    outputs = await call.complete(job.requests)
     return await large_json_reply(
         lambda: completion_reply(head, _choices(outputs, fields, job), usage_of(outputs)),
         num_logprobs(outputs),
@@ -95,6 +93,7 @@ async def _prepare(call: Call, fields: CompletionRequest) -> _Job:
             arrival_time=call.arrival_time,
             priority=call.priority,
             cache_salt=fields.cache_salt,
+            deadline=call.deadline,
         )
         for prompt in prompts
     ]
@@ -160,8 +159,7 @@ async def _prompt_only(call: Call, fields: CompletionRequest, job: _Job) -> Resp
     if job.requests[0].sampling.prompt_logprobs is None:
         outputs = [_unscored(request) for request in job.requests]
     else:
-        work = call.context.generator.complete_all(job.requests, call.pinned_engine)
-        outputs = await while_connected(call.request, work)
+        outputs = await call.complete(job.requests)
     for output in outputs:
         for completion in output.outputs:
             completion.text, completion.token_ids = "", []

@@ -11,19 +11,18 @@ from starlette.responses import Response
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.context import ServerContext, context_of
-from tokenmill_server.processing.generation import GenerationRequest
+from tokenmill_server.deadlines import TIMEOUT_HEADER
+from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
 from tokenmill_server.processing.sse import EventBuffer
 from tokenmill_server.protocol.chunks import ChoiceStream, StreamOptionsInEffect, StreamSession
 from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.routes.bodies import ModelT, parse, read_json
-from tokenmill_server.routes.replying import EventStreamResponse
+from tokenmill_server.routes.ignored import note_ignored
+from tokenmill_server.routes.replying import EventStreamResponse, while_connected
 
-IGNORED_HEADER = "x-ignored-fields"
-"""Lists the fields of the request that had no effect."""
-
-_MAX_IGNORED_CHARS = 500
 _MAX_LISTED_NUMBERS = 4
+_MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 
 
@@ -38,6 +37,8 @@ class Call:
     request_id: str
     pinned_engine: int | None
     priority: int
+    deadline: float | None
+    """Seconds of `time.monotonic`."""
     headers: dict[str, str]
     """Of the answer."""
 
@@ -63,6 +64,15 @@ class Call:
             ),
         )
 
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        """The whole answers to all prompts. Raises OverloadedError if they are too many now."""
+        self._admit(requests)
+        return await while_connected(self.request, self.context.generator.complete_all(requests, self.pinned_engine))
+
+    def _admit(self, requests: Sequence[GenerationRequest]) -> None:
+        if self.context.admission is not None:
+            self.context.admission.check(requests)
+
     def stream(
         self,
         session: StreamSession,
@@ -71,6 +81,7 @@ class Call:
     ) -> Response:
         """Starts the generation of every prompt; `listener(i)` gets the output of the i-th."""
         generator = self.context.generator
+        self._admit(requests)
 
         def close() -> None:
             for generation in session.generations:
@@ -96,6 +107,8 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
     context = context_of(request)
     body = await read_json(request, context.config.max_body_bytes)
     context.readiness.check()
+    if context.admission is not None:
+        context.admission.check_room()
     refuse_unsupported(body, model.model_fields)
     fields = parse(body, model)
     if not isinstance(fields, GenerationFields):
@@ -112,25 +125,29 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
         arrival_time=arrival_time,
         request_id=request.state.request_id,
         pinned_engine=None if rank is None else context.engine_of(rank),
+        deadline=_deadline(request, arrival_time),
         priority=priority if priority is not None else fields.priority or 0,
         headers={},
     )
-    note_ignored(call.headers, ignored_fields(body, model.model_fields))
+    note_ignored(context, call.headers, ignored_fields(body, model.model_fields))
     return call, fields
-
-
-def note_ignored(headers: dict[str, str], names: Sequence[str]) -> None:
-    """These parts of a request had no effect: the headers of the answer say so."""
-    told = [name for name in names if name.isascii() and name.isprintable()]
-    if told:
-        earlier = [headers[IGNORED_HEADER]] if IGNORED_HEADER in headers else []
-        headers[IGNORED_HEADER] = ", ".join(earlier + told)[:_MAX_IGNORED_CHARS]
 
 
 def api_key_of(request: Request) -> str:
     """The key that the client shows, whether one is needed or not; empty if none. Clients with different ones have
     nothing to do with each other."""
     return request.headers.get("authorization", "").partition(" ")[2].strip()
+
+
+def _deadline(request: Request, arrival_time: float) -> float | None:
+    timeout_ms = _integer_header(request, TIMEOUT_HEADER)
+    if timeout_ms is None:
+        return None
+    if not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
+        raise InvalidRequestError(
+            f"the header {TIMEOUT_HEADER} must be between 1 and {_MAX_TIMEOUT_MS}, got {timeout_ms}", TIMEOUT_HEADER
+        )
+    return arrival_time + timeout_ms / 1000
 
 
 def _integer_header(request: Request, name: str) -> int | None:

@@ -15,8 +15,9 @@ from tokenmill_server.protocol.chat import chat_options, parse_messages
 from tokenmill_server.protocol.fields import ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenmill_server.routes.bodies import json_reply, parse, read_json
+from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.replying import while_connected
-from tokenmill_server.routes.requests import api_key_of, note_ignored
+from tokenmill_server.routes.requests import api_key_of
 
 _MAX_CONTEXTS = 4
 """How many times the model's context a text or a list of ids may be long."""
@@ -30,7 +31,7 @@ async def tokenize(request: Request) -> Response:
     refuse_unsupported(body, TokenizeRequest.model_fields)
     fields = parse(body, TokenizeRequest)
     headers: dict[str, str] = {}
-    note_ignored(headers, ignored_fields(body, TokenizeRequest.model_fields))
+    note_ignored(context, headers, ignored_fields(body, TokenizeRequest.model_fields))
     context.check_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("give either prompt or messages", "prompt")
@@ -39,7 +40,7 @@ async def tokenize(request: Request) -> Response:
     else:
         parts = context.media_parts()
         token_ids = await _encode_chat(request, fields, parse_messages(fields.messages, parts), parts)
-        note_ignored(headers, parts.ignored)
+        note_ignored(context, headers, parts.ignored)
     strings = await asyncio.to_thread(inputs.tokenizer.token_strings, token_ids) if fields.return_token_strs else None
     return json_reply(
         {

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.support.http_flags import HTTP_CASES
 from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.engine import DeviceKind
@@ -72,6 +73,7 @@ CASES = [
     (["--chat-template", "{{ messages }}"], "server.chat_template", "{{ messages }}"),
     (["--stream-interval", "8"], "server.stream_interval", 8),
     (["--shutdown-timeout", "1.5"], "server.shutdown_timeout_s", 1.5),
+    *HTTP_CASES,
     (["--api-server-count", "4"], "server.api_server_count", 4),
     (["-dp", "2"], "engine.data_parallel_size", 2),
     (["-tp", "3"], "parallel.tensor_parallel_size", 3),

@@ -55,7 +55,9 @@ def test_compressed_bodies(client: httpx.Client) -> None:
     ],
 )
 def test_unknown_routes_and_methods(client: httpx.Client, method: str, path: str, status: int) -> None:
-    assert is_error(client.request(method, path), status)
+    response = client.request(method, path, headers={"X-Request-Id": "mine"})
+    assert is_error(response, status)
+    assert response.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,7 @@ def test_heads_that_are_too_large_or_none(server: Server, head: bytes, status: b
     answer = answer_to(server, b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + end)
     assert answer.startswith(b"HTTP/1.1 " + status)
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == code
+    assert b"\r\nx-request-id: " in answer
 
 
 def test_heads_within_the_limits(client: httpx.Client) -> None:

@@ -1,0 +1,35 @@
+"""How long a client waits for a whole answer (the header `X-Request-Timeout-Ms`), and what happens then."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tokenmill_engine.errors import DeadlineError, OverloadedError, TokenmillError
+from tokenmill_server.processing.generation import GenerationRequest
+from tokenmill_server.processing.output_processor import Generation
+
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+
+
+_NOT_BEGUN = f"the time of {TIMEOUT_HEADER} was over before the answer began"
+
+
+def check_deadline(request: GenerationRequest) -> None:
+    """Raises OverloadedError if the time for the answer is over already."""
+    if request.deadline is not None and request.deadline <= time.monotonic():
+        raise OverloadedError(_NOT_BEGUN)
+
+
+def set_deadline(generation: Generation, fail: Callable[[Generation, TokenmillError], None]) -> None:
+    """`fail` will be called at the generation's deadline, if it has one, unless its timer is cancelled before."""
+    if generation.request.deadline is not None:
+        left_s = generation.request.deadline - time.monotonic()
+        loop = asyncio.get_running_loop()
+        generation.deadline_timer = loop.call_later(left_s, lambda: fail(generation, _too_late(generation)))
+
+
+def _too_late(generation: Generation) -> TokenmillError:
+    """What has no token yet has cost little, and may be tried again."""
+    if generation.first_token_time is None:
+        return OverloadedError(_NOT_BEGUN)
+    return DeadlineError(f"the time of {TIMEOUT_HEADER} was over before the answer was complete")
