@@ -25,6 +25,7 @@ from tokenmill_server.multimodal.addresses import Target, local_file, parse_targ
 from tokenmill_server.multimodal.connecting import Connection, first_to_connect
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.turns import Turn
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.version import __version__
 
@@ -150,24 +151,36 @@ def read_file(url: str, settings: MediaSettings, budget: Budget) -> bytes:
     return data
 
 
-async def fetch(url: str, settings: MediaSettings, budget: Budget, kind: str = "image") -> bytes:
-    """The bytes at an http or https address of an image or a video. Raises MediaError, at the latest when the time is
-    up."""
+async def fetch(
+    url: str, settings: MediaSettings, budget: Budget, kind: str = "image", turn: Turn | None = None
+) -> bytes:
+    """The bytes at an http or https address of an image or a video. Hosts are asked when it is this file's `turn`,
+    which it still is in the end; others have it while names are looked up. None: it is always.
+
+    Raises MediaError, at the latest when the time is up, and what `budget` does.
+    """
     timeout_s = settings.video_fetch_timeout_s if kind == "video" else settings.fetch_timeout_s
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _follow(url, settings, budget)
+        async with asyncio.timeout(timeout_s) as limit:
+            return await _follow(url, settings, budget, turn, limit)
     except TimeoutError as error:
         raise MediaError(
             f"the media at {shown(url)} did not come within {timeout_s:g} s, the limit that --{kind}-fetch-timeout sets"
         ) from error
 
 
-async def _follow(url: str, settings: MediaSettings, budget: Budget) -> bytes:
+async def _follow(
+    url: str, settings: MediaSettings, budget: Budget, turn: Turn | None, limit: asyncio.Timeout
+) -> bytes:
     here = url
     for _ in range(_MAX_REDIRECTS + 1):
         target = parse_target(here)
-        answer = await _ask(target, await resolve(target, settings), budget)
+        if turn is not None:
+            turn.give()
+        addresses = await resolve(target, settings)
+        if turn is not None:
+            await turn.take(limit)
+        answer = await _ask(target, addresses, budget)
         if answer.status not in _REDIRECTS:
             return answer.body(url)
         if not settings.allow_redirects:

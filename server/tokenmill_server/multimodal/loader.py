@@ -30,6 +30,7 @@ from tokenmill_server.multimodal.prepared import Prepare, PreparedMedia, Unknown
 from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
 from tokenmill_server.multimodal.supply import LoadedItem
+from tokenmill_server.multimodal.turns import Turn
 from tokenmill_server.multimodal.video_preparer import VideoPreparer
 from tokenmill_server.multimodal.wishes import MediaWishes
 from tokenmill_server.processing.shown import shown
@@ -184,8 +185,8 @@ class MediaLoader:
             elif scheme_of(content) not in ("http", "https", "file"):
                 raise _unknown_address(content, source.kind)
             else:
-                async with self._fetches:
-                    data = await self._get(content, request.budget, source.kind)
+                async with Turn(self._fetches) as turn:
+                    data = await self._get(content, request.budget, source.kind, turn)
                     work = partial(prepare, data)
                     item = await self._from_file(data, waiter, options, work, source.kind)
             request.holding.take_item(item)
@@ -224,11 +225,12 @@ class MediaLoader:
         runner = self._runner(source.kind)
         return LoadedItem(item, source.param, partial(self.prepared.prepare_again, item.key, again, runner))
 
-    async def _get(self, url: str, budget: Budget, kind: str) -> bytes:
-        """The file at an address."""
+    async def _get(self, url: str, budget: Budget, kind: str, turn: Turn) -> bytes:
+        """The file at an address, when it is its turn."""
         if scheme_of(url) == "file":
+            await turn.take()
             return await self._in_thread(partial(read_file, url, self._settings, budget))
-        return await fetch(url, self._settings, budget, kind)
+        return await fetch(url, self._settings, budget, kind, turn)
 
     def _runner(self, kind: str) -> Callable[[Callable[[], PreparedItem]], Awaitable[PreparedItem]]:
         return self._in_thread if kind == "image" else partial(self._in_thread, threads=self._video_threads)

@@ -18,6 +18,7 @@ from tests.support.prepared_items import WatchedProcessor, source
 from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal import loader as loading_of_images
+from tokenmill_server.multimodal import name_lookup
 from tokenmill_server.multimodal.decode import Picture
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.items import PreparedItem
@@ -28,6 +29,7 @@ from tokenmill_server.multimodal.prepared import PreparedMedia
 from tokenmill_server.multimodal.processor import Detail, ImageProcessor
 from tokenmill_server.multimodal.processor_kwargs import ProcessorKwargs
 from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.turns import Turn
 from tokenmill_server.multimodal.video_preparer import VideoPreparer
 from tokenmill_server.multimodal.wishes import MediaWishes
 
@@ -96,8 +98,9 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
     num_fetched, go_on = 0, threading.Event()
     data = encoded(noise(20, 30))
 
-    async def fetched(*_arguments: object) -> bytes:
+    async def fetched(_url: str, _settings: MediaSettings, _budget: object, _kind: str, turn: Turn) -> bytes:
         nonlocal num_fetched
+        await turn.take()
         num_fetched += 1
         return data
 
@@ -124,6 +127,42 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
     assert asyncio.run(work()) == [2, 4, 4]
     assert num_fetched == 60
     single.close()
+
+
+def test_names_that_are_looked_up_for_long_keep_no_image_waiting(
+    processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than images may be fetched at a time."""
+    silent = [f"silent{number}.example" for number in range(10)]
+    single = loader_of(processor, replace(SETTINGS, loading_threads=1, allowed_domains=("localhost", *silent)))
+    known, asked, go_on = name_lookup._addresses, list[str](), threading.Event()
+
+    def addresses(host: str, port: int) -> list[str]:
+        if host in silent:
+            asked.append(host)
+            go_on.wait(PATIENCE_S)
+            raise OSError("nobody knows")
+        return known(host, port)
+
+    async def work(url: str) -> None:
+        room = TokenRoom(10_000, 10_000)
+        held = [asyncio.ensure_future(single.load([source(f"http://{host}/")], room)) for host in silent]
+        async with asyncio.timeout(PATIENCE_S):
+            while len(asked) < len(silent):
+                await asyncio.sleep(0.001)
+            assert len(await single.load([source(url)], room)) == 1
+        go_on.set()
+        for each in held:
+            with pytest.raises(MediaError, match="cannot be found"):
+                await each
+
+    monkeypatch.setattr(name_lookup, "_addresses", addresses)
+    with media_host(picture=answer(encoded(noise(20, 30)))) as host:
+        try:
+            asyncio.run(work(host.url("/picture")))
+        finally:
+            go_on.set()
+            single.close()
 
 
 def test_who_goes_before_its_turn_leaves_nothing(processor: WatchedProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
