@@ -2,11 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from tokenmill_engine.errors import DeadlineError, OverloadedError, TokenmillError
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.output_processor import Generation
+
+T = TypeVar("T")
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 
@@ -18,6 +21,20 @@ def check_deadline(request: GenerationRequest) -> None:
     """Raises OverloadedError if the time for the answer is over already."""
     if request.deadline is not None and request.deadline <= time.monotonic():
         raise OverloadedError(_NOT_BEGUN)
+
+
+async def in_time(deadline: float | None, work: Awaitable[T]) -> T:
+    """What `work` returns, which the answer cannot begin without. Raises OverloadedError at the deadline, if there is
+    one, and cancels the work."""
+    if deadline is None:
+        return await work
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()) as limit:
+            return await work
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise OverloadedError(_NOT_BEGUN) from error
 
 
 def set_deadline(generation: Generation, fail: Callable[[Generation, TokenmillError], None]) -> None:

@@ -3,6 +3,7 @@
 from fastapi import Request
 from starlette.responses import Response
 
+from tokenmill_server.deadlines import in_time
 from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.processing.chat_template import text_of_message
 from tokenmill_server.processing.sampling_checks import check_num_prompt_logprobs
@@ -36,7 +37,8 @@ async def create_chat_completion(request: Request) -> Response:
     wishes = call.context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
     if parts.sources and media is not None:
         asked = MediaRequest(parts.sources, wishes, (api_key_of(request), fields.cache_salt or ""))
-        prompt = await while_connected(request, media.encode(messages, asked, options, fields.truncation()))
+        encoding = media.encode(messages, asked, options, fields.truncation())
+        prompt = await while_connected(request, in_time(call.deadline, encoding))
         # Megabytes of base64, which nobody needs while the answer is written.
         fields.messages.clear()
         parts.sources.clear()
