@@ -140,6 +140,7 @@ def test_who_waits_for_one_that_left_hears_of_it(tmp_path: Path) -> None:
     assert in_threads(tmp_path, work, size=2) == [0, 3]
 
 
+@pytest.mark.slow
 def test_late_members_are_waited_for(tmp_path: Path) -> None:
     """The time to join is no limit to the calls."""
     release = threading.Event()
@@ -169,6 +170,7 @@ def test_two_groups_in_one_process_do_not_mix(tmp_path: Path) -> None:
         assert list(pool.map(work, (0, 100))) == [[0, 0], [100, 100]]
 
 
+@pytest.mark.slow
 def test_members_that_do_not_come_are_named(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         join(rank, 4, tmp_path / "store", timeout_s=2.0, names=[f"3.{each}" for each in range(4)])

@@ -251,6 +251,7 @@ class Balanced:
         assert all(mirror.names == names for mirror in self.mirrors.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(acts, min_size=20, max_size=60),

@@ -60,6 +60,7 @@ class Event:
         return 1.0
 
 
+@pytest.mark.slow
 def test_results_stay_when_their_entries_are_used_again() -> None:
     ring = StepRing(NUM_ROWS, CPU)
     expected = [[number] * (1 + number % NUM_ROWS) for number in range(3 * NUM_ENTRIES)]

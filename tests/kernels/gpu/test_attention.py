@@ -119,6 +119,7 @@ def test_a_batch_of_chunks_under_the_hint_of_one_decode() -> None:
     check(paged_batch(PagedShape(4, 2, 64), CHUNKS, num_decodes=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 50])
 def test_layers_share_a_plan(window: int | None) -> None:
     requests = [*DECODES, *CHUNKS, (40, 300)]

@@ -86,6 +86,7 @@ def test_uniform_numbers_are_those_of_the_hash() -> None:
     assert out.tolist() == [reference.uniform(*pair) for pair in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab_size", "ties"),
     [(1, False), (7, True), (128, False), (129, False), (1000, True), (4097, False), (9001, True)],
@@ -101,6 +102,7 @@ def test_tokens_are_those_of_the_reference(vocab_size: int, ties: bool) -> None:
     expect_reference(tokens, logits, params)
 
 
+@pytest.mark.slow
 def test_every_kind_of_search_is_taken() -> None:
     """Few of the most likely, many, a share of the mass, a bound by min_p, and what only the whole row can tell."""
     vocab_size = 20_011
@@ -154,6 +156,7 @@ def test_few_tokens_with_any_weight() -> None:
     expect_reference(tokens, logits, params)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_batch() -> None:
     vocab_size, params = 5003, COMBINED[3:]
     tables = make_tables(params, vocab_size)
@@ -164,6 +167,7 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert choose(logits[slot : slot + 1], tables, [slot]) == [together[3 * row]]
 
 
+@pytest.mark.slow
 def test_padding_and_strides() -> None:
     vocab_size = 700
     tables = make_tables(COMBINED, vocab_size)
@@ -175,6 +179,7 @@ def test_padding_and_strides() -> None:
     assert tokens == [-1] * 3 + choose(logits[3:].contiguous(), tables, slots[3:])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_rows_that_are_no_distribution_fail_alone(bad: float) -> None:

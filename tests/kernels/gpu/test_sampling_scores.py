@@ -6,6 +6,7 @@ import torch
 from tokenmill_kernels.gpu.sampling_scores import score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(1, 1), (7, 3), (129, 129), (1000, 0), (5003, 20)])
 def test_scores_match_a_log_softmax(vocab_size: int, num_top: int) -> None:
     logits = torch.randn(6, vocab_size) * 3

@@ -13,6 +13,8 @@ import pytest
 from tests.support.server import PATIENCE_S, wait_for
 from tests.support.tiny_models import cached_tiny_model
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "tokenmill", "serve"]
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--port", "0")
 

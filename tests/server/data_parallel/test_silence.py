@@ -75,6 +75,7 @@ def test_whatever_a_launcher_says_shows_that_it_lives(tmp_path: Path) -> None:
         rendezvous.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
 def test_a_head_that_gives_nobody_up_waits_for_ever(tmp_path: Path) -> None:
     rendezvous = Rendezvous(tmp_path, gives_up=False)

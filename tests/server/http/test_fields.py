@@ -297,6 +297,7 @@ def test_defaults_of_the_model_and_of_the_server() -> None:
         assert sizes == [0, 1, 3, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_default_limit_beyond_the_context_is_no_error_of_the_client() -> None:
     with run_server(default_sampling={"max_tokens": 10**6}) as server, server.client() as client:
         chat = {"messages": [{"role": "user", "content": "x"}]}
@@ -304,12 +305,14 @@ def test_a_default_limit_beyond_the_context_is_no_error_of_the_client() -> None:
         assert is_error(client.post(CHAT, json=chat | {"max_tokens": 10**6}), 400, "max_tokens")
 
 
+@pytest.mark.slow
 def test_a_model_with_a_context_shorter_than_the_default_limit() -> None:
     with run_server(engine=engine_config(max_model_len=12)) as server, server.client() as client:
         assert client.post(PATH, json={"prompt": "x"}).status_code == 200
         assert is_error(client.post(PATH, json={"prompt": "x", "max_tokens": 16}), 400, "max_tokens")
 
 
+@pytest.mark.slow
 def test_priority_under_its_policy() -> None:
     config = dataclasses.replace(engine_config(), scheduler=SchedulerConfig(policy="priority"))
     with run_server(engine=config) as server, server.client() as client:

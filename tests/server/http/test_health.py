@@ -25,6 +25,8 @@ from tokenmill_engine.ipc.control import (
     ToApiServer,
 )
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/completions"
 SHORT = {"model": MODEL_NAME, "prompt": "one two three", "max_tokens": 3, "temperature": 0}
 LONG = SHORT | {"max_tokens": 8000}

@@ -232,6 +232,7 @@ def test_metrics_of_tokens(client: httpx.Client) -> None:
     assert gained[f"tokenmill:request_max_num_generation_tokens_sum{labels}"] == 7
 
 
+@pytest.mark.slow
 def test_api_keys_guard_everything_but_health() -> None:
     with run_server(api_keys=("secret", "other key"), max_body_bytes=1000) as server, server.client() as client:
         paths = [
@@ -260,6 +261,7 @@ def test_api_keys_guard_everything_but_health() -> None:
         assert is_error(client.post("/v1/completions", content=chunked, headers=headers), 413)
 
 
+@pytest.mark.slow
 def test_two_servers_on_one_machine(server: Server) -> None:
     """Two servers on one machine do not meet each other's engines."""
     with run_server(served_model_names=("second",)) as second, second.client() as client:

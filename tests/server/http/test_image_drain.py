@@ -19,6 +19,8 @@ from tests.support.sse import is_error
 from tokenmill_engine.ipc.control import Drain, Drained
 from tokenmill_server.multimodal.settings import MediaSettings
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/chat/completions"
 SETTINGS = MediaSettings(allowed_domains=("localhost",), fetch_timeout_s=600.0, loading_threads=2)
 

@@ -311,6 +311,7 @@ def test_models_of_text_alone() -> None:
         refused(client, server, chat({"type": "input_audio", "input_audio": {}}), param, "takes text only")
 
 
+@pytest.mark.slow
 def test_images_that_the_engine_cannot_hold() -> None:
     config = qwen()
     scheduler = dataclasses.replace(config.scheduler, max_num_encoder_tokens=8)
@@ -324,6 +325,7 @@ def test_images_that_the_engine_cannot_hold() -> None:
         )
 
 
+@pytest.mark.slow
 def test_no_images_by_flag() -> None:
     """As the flags have it, then the model is one of text alone."""
     engine = qwen()

@@ -28,6 +28,8 @@ from tokenmill_engine.messages import FinishReason
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.control import ApiServerStart
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/completions"
 LONG = {"model": MODEL_NAME, "prompt": "one two three", "max_tokens": 8000, "temperature": 0}
 SHORT = LONG | {"max_tokens": 3}

@@ -20,6 +20,8 @@ from tokenmill_engine.media_store import MediaStore
 from tokenmill_engine.messages import AddRequest
 from tokenmill_server.multimodal.settings import GIB, MediaSettings
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/chat/completions"
 SMALL = 3 * 17_000
 """Bytes for about three images of 50 x 50 pixels."""

@@ -80,6 +80,7 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
         client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, response_format={"type": "json_object"})
 
 
+@pytest.mark.slow
 def test_keys() -> None:
     with run_server(api_keys=("secret",)) as server:
         options = {"base_url": f"{server.url}/v1", "max_retries": 0}

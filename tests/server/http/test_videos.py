@@ -184,6 +184,7 @@ def test_requests_are_not_trusted_unless_told(folder: Path) -> None:
         assert sent(server)[0].media[0].grid == (2, 6, 8)
 
 
+@pytest.mark.slow
 def test_models_without_videos() -> None:
     film = video(video_url(VIDEO))
     with run_server() as server, server.client() as client:

@@ -88,6 +88,7 @@ def test_a_stubborn_child_is_killed(watcher: Watcher, child: ChildProcess[Line])
     assert collect(watcher, 1) == [Exited(("echo", 3), -9, child.process.pid)]
 
 
+@pytest.mark.slow
 def test_a_child_that_not_even_a_kill_ends_is_left_behind(
     child: ChildProcess[Line], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

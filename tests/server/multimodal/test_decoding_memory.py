@@ -211,6 +211,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sets glibc")
 def test_memory_of_images_is_given_back() -> None:
     """One image has 64 MB of pixels."""

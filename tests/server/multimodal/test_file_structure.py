@@ -73,6 +73,7 @@ def test_many_parts(data: bytes) -> None:
     np.testing.assert_array_equal(np.asarray(decode(data, MAX_PIXELS).image), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "parts"),
     [
