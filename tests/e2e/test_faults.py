@@ -130,8 +130,8 @@ ENDS_OF_STARTS = [
     *((SINGLE, KILLED), (SINGLE, STORMED_EARLY), (SCALED, TERMINATED_EARLY), (SCALED, LOST_ITS_ENGINE)),
     *((DOUBLE, KILLED), (DOUBLE, LOST_ITS_ENGINE), (DOUBLE, INTERRUPTED_EARLY)),
 ]
-LOSSES_OF_ANY = [(kill_api_server, False), (kill_api_server, True), (stop_api_server, True)]
-LOSSES_OF_DOUBLE = [(fault, is_busy) for fault in (kill_engine, stop_engine) for is_busy in (False, True)]
+LOSSES_OF_ANY = [(kill_api_server, True), (stop_api_server, True)]
+LOSSES_OF_DOUBLE = [(kill_api_server, False), (kill_engine, False), (kill_engine, True), (stop_engine, True)]
 LOSSES = [
     (topology, *loss)
     for topology in TOPOLOGIES

@@ -1,7 +1,6 @@
 """Servers on one machine never meet: nothing internal has a fixed place."""
 
 import contextlib
-import time
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,8 @@ from tests.support.streams import at_once
 pytestmark = pytest.mark.slow
 
 
-ROUNDS = 5
-TIME_S = 40
-"""After so long no further round begins."""
-
-
 def test_six_servers_started_at_once(tiny_model: Path) -> None:
-    """Again and again: what is random may meet by chance."""
-    started = time.monotonic()
-    for _ in range(ROUNDS):
-        start_six(tiny_model)
-        if time.monotonic() - started > TIME_S:
-            return
-
-
-def start_six(tiny_model: Path) -> None:
-    flags = (str(tiny_model), *TINY_FLAGS[:4], "--kv-cache-memory-bytes", "8M", "--api-server-count", "4")
+    flags = (str(tiny_model), *TINY_FLAGS[:4], "--kv-cache-memory-bytes", "8M", "--api-server-count", "2")
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(start_server(*flags, "--served-model-name", f"model-{number}", wait=False))
