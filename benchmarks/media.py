@@ -113,6 +113,8 @@ def picture(url: str, **fields: Any) -> dict[str, Any]:
 def chat(messages: Sequence[Mapping[str, Any]], max_tokens: int) -> bytes:
     body = {"model": "m", "messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    # Random weights choose hundreds of tokens in a row that have no text: chunks of these come as well.
+    options |= {"return_token_ids": True}
     return msgspec.json.encode(body | options)
 
 

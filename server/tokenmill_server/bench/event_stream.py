@@ -23,6 +23,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -41,7 +42,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 class StreamSink:
     """Keeps the body of one streamed response for `record`, which `close` fills.
 
-    A chunk counts as output when it carries text, or when it is a plain completion chunk that does not end the
+    A chunk counts as output when it carries text or token ids, or when it is a plain completion chunk that does not end the
     request (a token may have no text of its own). Role-only, usage-only and finish-only chunks do not count, unless
     there were tokens and none of them had text: they came with the end.
 
@@ -127,4 +128,4 @@ class StreamSink:
         text = delta.content or delta.reasoning or delta.reasoning_content
         if text:
             self._text.append(text)
-        return bool(text) or delta.tool_calls is not None
+        return bool(text or choice.token_ids) or delta.tool_calls is not None

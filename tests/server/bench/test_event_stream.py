@@ -45,6 +45,18 @@ def test_only_output_counts_as_output_in_chat() -> None:
     assert record.output_tokens == 9
 
 
+def test_tokens_of_a_chat_without_text_count_where_their_ids_come() -> None:
+    choices: list[dict[str, Any]] = [
+        {"delta": {"role": "assistant", "content": ""}},
+        {"delta": {"content": ""}, "token_ids": [7]},
+        {"delta": {"content": "a"}, "token_ids": [8]},
+        {"delta": {}, "token_ids": [], "finish_reason": "stop"},
+    ]
+    record = parse(b"".join(event({"choices": [choice]}) for choice in choices) + DONE, 10_000)
+    assert record.error is None
+    assert len(record.token_times_s) == 2
+
+
 def test_tokens_that_all_lack_text_come_with_the_end() -> None:
     record = parse(text_event("", "length") + usage_event(3, 4) + DONE, 10_000)
     assert record.error is None
