@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.vision_shapes import QWEN2_5_VL_7B, TINY_QWEN2_5_VL
+from benchmarks.media_shapes import model_config
 from tokenmill_engine.config.engine import (
     CacheConfig,
     DeviceConfig,
@@ -109,7 +109,7 @@ class Setting:
 
 SETTINGS = {
     "gpu": Setting(
-        QWEN2_5_VL_7B,
+        model_config("vl7b"),
         "cuda",
         "bfloat16",
         (2, 4),
@@ -124,7 +124,7 @@ SETTINGS = {
         10,
     ),
     "cpu": Setting(
-        TINY_QWEN2_5_VL,
+        model_config("tiny"),
         "cpu",
         "float32",
         (2,),

@@ -1,6 +1,6 @@
 """Times the Triton kernels at the shapes of an 8B and a 1B Llama against what the card can do.
 
-    python benchmarks/kernels_gpu.py [--sweep] [--json FILE]
+    python -m benchmarks.kernels_gpu [--sweep] [--json FILE]
 
 Each figure is the median over replays of a CUDA graph that walks several sets of random inputs, larger together than
 the L2 cache unless they are tiny. The floor of an operation is the bytes it must move over the bandwidth of a device

@@ -1,6 +1,6 @@
 """Times all matrix products of a decode step, at the shapes of an 8B and a 1B Llama, against what the card can do.
 
-    python benchmarks/linears_gpu.py [--json FILE]
+    python -m benchmarks.linears_gpu [--json FILE]
 
 Each figure is the median over replays of one CUDA graph with the products of all layers and of the LM head in order,
 every one with a weight of its own, and with what a step has between them: both norms, the activation, the argmax of the
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from kernels_gpu import DTYPE, ITEM_BYTES, copy_bandwidth, median_ms, print_table
 
+from benchmarks.kernels_gpu import DTYPE, ITEM_BYTES, copy_bandwidth, median_ms, print_table
 from tokenmill_kernels import ops
 from tokenmill_kernels.gpu.linear_library import library_argmax, library_gated_linear, library_linear
 

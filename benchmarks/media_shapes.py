@@ -72,19 +72,25 @@ _TEMPLATE = (
 
 def make_media_shape(shape: str, output: Path) -> Path:
     """Writes the folder; returns it. Raises OSError, KeyError for a shape that is not in SHAPES."""
-    text, vision = SHAPES[shape]
-    vocab_size = text["vocab_size"] - _NUM_SPARE
-    ids = {token: vocab_size - len(_SPECIAL) + index for index, token in enumerate(_SPECIAL)}
+    text, ids = SHAPES[shape][0], _special_ids(shape)
     output.mkdir(parents=True, exist_ok=True)
-    _write(output / "config.json", _config(text, vision, ids))
+    _write(output / "config.json", model_config(shape))
     _write(output / "preprocessor_config.json", _processor())
-    _write(output / "tokenizer.json", _tokenizer(vocab_size - len(_SPECIAL), ids))
+    _write(output / "tokenizer.json", _tokenizer(min(ids.values()), ids))
     _write(output / "tokenizer_config.json", _tokenizer_config(text, ids))
     _write(output / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
     return output
 
 
-def _config(text: Mapping[str, Any], vision: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+def _special_ids(shape: str) -> dict[str, int]:
+    """The last ones that have a text."""
+    first = SHAPES[shape][0]["vocab_size"] - _NUM_SPARE - len(_SPECIAL)
+    return {token: first + index for index, token in enumerate(_SPECIAL)}
+
+
+def model_config(shape: str) -> dict[str, Any]:
+    """The model's `config.json`. Raises KeyError for a shape that is not in SHAPES."""
+    (text, vision), ids = SHAPES[shape], _special_ids(shape)
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",

@@ -1,6 +1,6 @@
 """Times the sampling kernels on rows of a vocabulary of 128256.
 
-    python benchmarks/sampling_gpu.py [--json FILE]
+    python -m benchmarks.sampling_gpu [--json FILE]
 
 Figures are medians over replays of a CUDA graph that walks several sets of logits. The floor is one read of the logits.
 Logits are normal numbers: flat ones, as dummy weights give, where top_p keeps most of the vocabulary, and peaked ones.
@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from kernels_gpu import copy_bandwidth, median_ms, num_sets, print_table
 
+from benchmarks.kernels_gpu import copy_bandwidth, median_ms, num_sets, print_table
 from tokenmill_kernels import sampling_columns as columns
 from tokenmill_kernels.gpu.argmax import argmax
 from tokenmill_kernels.gpu.sampling import SamplingTables, Workspace, choose_tokens
