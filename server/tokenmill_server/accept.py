@@ -17,6 +17,7 @@ import logging
 import mmap
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,12 +117,17 @@ class Acceptor:
     calls `counts.closed` when its connection is lost."""
 
     def __init__(
-        self, listener: socket.socket, counts: ConnectionCounts, protocol_factory: Callable[[], asyncio.Protocol]
+        self,
+        listener: socket.socket,
+        counts: ConnectionCounts,
+        protocol_factory: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._counts = counts
         self._protocol_factory = protocol_factory
+        self._tls = tls
         self._num_back_offs = 0
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: set[asyncio.Task[None]] = set()
@@ -179,7 +185,7 @@ class Acceptor:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            await self._loop.connect_accepted_socket(self._protocol_factory, connection)
+            await self._loop.connect_accepted_socket(self._protocol_factory, connection, ssl=self._tls)
         except OSError as error:
             logger.debug("a connection was lost while it was accepted: %s", error)
             self._counts.closed()

@@ -64,9 +64,11 @@ from tokenmill_server.multimodal.chat import make_media_chats
 from tokenmill_server.multimodal.own_process import prepare_beside_event_loop
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
+from tokenmill_server.processing.request_templates import RequestTemplates
 from tokenmill_server.processing.tokenizer import load_tokenizer
 from tokenmill_server.readiness import Phase, Readiness
 from tokenmill_server.text_generator import TextGenerator
+from tokenmill_server.tls import make_tls_context
 from tokenmill_server.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -158,6 +160,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         media=make_media_chats(
             inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup, store
         ),
+        request_templates=RequestTemplates(inputs.template, trusted=config.trust_request_chat_template),
         admission=admission,
     )
 
@@ -189,6 +192,7 @@ class ApiServer:
         )
         if start.engine.data_parallel_size > start.engine.data_parallel_size_local:
             context.remote_metrics = RemoteMetrics(lambda number: _tell(channel, MetricsWanted(number), start.run_dir))
+        self._tls = make_tls_context(start.server)
         self._drains = False
         self._num_cut_off = 0
 
@@ -197,7 +201,7 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(END_SIGNAL, exit_terminated, self._channel, self._start.run_dir)
         with socket.socket(fileno=self._start.listen_fd) as listener:
-            server = HttpServer(create_app(self._context), listener, self._counts)
+            server = HttpServer(create_app(self._context), listener, self._counts, self._tls)
             self._context.generator.after_outputs(server.flush)
             loop.add_reader(self._channel.fileno(), self._receive)
             self._receive()

@@ -79,7 +79,8 @@ class _Shortcut:
 
 def create_app(context: ServerContext) -> ASGIApp:
     """All routes, errors in OpenAI's shape for each of them."""
-    app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False)
+    config = context.config
+    app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False, root_path=config.root_path)
     app.state.context = context
     app.router.route_class = _PlainRoute
     _add_routes(app)
@@ -88,7 +89,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     app.add_exception_handler(404, _answer_unknown_route)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
-    return RequestFrame(_Shortcut(app), context.config.api_keys, context.metrics)
+    return RequestFrame(_Shortcut(app), config, context.metrics)
 
 
 def _add_routes(app: FastAPI) -> None:

@@ -32,6 +32,21 @@ class ServerConfig:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     """What may be open at once before requests are refused: sequences, and prompt tokens without a first answer."""
+    allowed_origins: tuple[str, ...] = ()
+    """Whose pages may send requests from browsers; none: browsers are told nothing."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    """What a proxy puts before every path: `/prefix`, or nothing."""
+    ssl_certfile: str | None = None
+    """PEM; None: plain HTTP."""
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    """Certificates of clients: 0 none, 1 optional, 2 required."""
+    ssl_ciphers: str | None = None
+    trust_request_chat_template: bool = False
     strict_fields: bool = False
     """Fields without effect are refused."""
     media: MediaSettings = field(default_factory=MediaSettings)

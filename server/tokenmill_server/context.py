@@ -1,6 +1,6 @@
 """What the routes of one API server share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
@@ -15,8 +15,11 @@ from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.multimodal.chat import MediaChats
 from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.multimodal.wishes import MediaWishes, read_wishes
-from tokenmill_server.processing.input_processor import InputProcessor
+from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
+from tokenmill_server.processing.request_templates import RequestTemplates
 from tokenmill_server.processing.shown import shown
+from tokenmill_server.protocol.chat import ChatRequest, chat_options
+from tokenmill_server.protocol.tokenize import TokenizeRequest
 from tokenmill_server.readiness import Readiness
 from tokenmill_server.text_generator import TextGenerator
 
@@ -40,6 +43,7 @@ class ServerContext:
     """Where some engine cores are on other machines."""
     media: MediaChats | None = None
     """None: the model takes text alone."""
+    request_templates: RequestTemplates = field(default_factory=lambda: RequestTemplates(None, trusted=False))
     admission: Admission | None = None
     """None: nothing limits how much may be open."""
 
@@ -55,6 +59,12 @@ class ServerContext:
     def media_wishes(self, io: dict[str, Any] | None, processor: dict[str, Any] | None) -> MediaWishes | None:
         """How a request wants its media. Raises InvalidRequestError for what this server does not allow."""
         return read_wishes(None if self.media is None else self.media.wishes, self.model_name, io, processor)
+
+    def chat_options(self, request: ChatRequest | TokenizeRequest) -> ChatOptions:
+        """How a request wants its conversation rendered. Raises InvalidRequestError for what cannot be done."""
+        template = None if request.chat_template is None else self.request_templates.get(request.chat_template)
+        variables = self.inputs.template_variables if template is None else template.variables
+        return replace(chat_options(request, variables), template=template)
 
     def engine_of(self, rank: int) -> int:
         """The engine core with data-parallel rank `rank`. Raises InvalidRequestError if it is not one of this

@@ -122,6 +122,8 @@ class HttpConnection(HttpToolsProtocol):
         and it looks the same: only what costs next to nothing is answered to nobody."""
         self._is_at_end = True
         self._close_after_end()
+        if self.scheme == "https":
+            return False  # TLS has no half of a connection to keep
         answering = self._answering
         if answering is None or answering.response_complete or answering.disconnected or self.transport.is_closing():
             return False
@@ -269,7 +271,8 @@ class HttpConnection(HttpToolsProtocol):
             + body
         )
         # To close what has not been read would reset the connection, and the client might lose the reply.
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _close_after_end(self) -> None:

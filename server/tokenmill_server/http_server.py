@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from email.utils import formatdate
 
@@ -23,7 +24,9 @@ _POLL_S = 0.02
 class HttpServer:
     """Serves one application to the connections of one shared listener."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, counts: ConnectionCounts) -> None:
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, counts: ConnectionCounts, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._config = uvicorn.Config(
             app,
             http=HttpToolsProtocol,
@@ -40,7 +43,7 @@ class HttpServer:
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._writes = WriteBatch()
-        self._acceptor = Acceptor(listener, counts, self._new_protocol)
+        self._acceptor = Acceptor(listener, counts, self._new_protocol, tls)
         self._set_date()
 
     def open(self) -> None:

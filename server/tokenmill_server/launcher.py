@@ -346,7 +346,7 @@ class Launcher:
         logger.info(
             "%s is ready at %s after %.1f s (%s)",
             self._configuration.server.served_model_names[0],
-            url_of(self._listener),
+            url_of(self._listener, "http" if self._configuration.server.ssl_certfile is None else "https"),
             total,
             ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items()),
         )

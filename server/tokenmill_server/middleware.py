@@ -3,18 +3,22 @@
 import hmac
 import os
 import time
-from collections.abc import Iterable
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill_engine.errors import AuthenticationError
 from tokenmill_engine.metrics import FrontendMetrics
+from tokenmill_server.config import ServerConfig
 from tokenmill_server.errors import describe
 from tokenmill_server.protocol.fields import is_request_id
 from tokenmill_server.routes.replying import DIRECT_SEND, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Need no API key: load balancers and container probes have none."""
+
+_EXPOSED_HEADERS = ("x-request-id", "x-ignored-fields", "retry-after", "x-should-retry")
+"""What scripts of other origins may read of answers."""
 
 _UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/ping", "/version"})
 """Left out of the HTTP metrics: polling would drown the requests."""
@@ -23,9 +27,12 @@ _UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/ping", "/version"})
 class RequestFrame:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str], metrics: FrontendMetrics | None) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: FrontendMetrics | None) -> None:
         self._app = app
-        self._api_keys = [key.encode() for key in api_keys]
+        self._api_keys = [key.encode() for key in config.api_keys]
+        self._root_path = config.root_path
+        # Browsers ask for permission without a key, and hide answers from pages whose origin is not allowed.
+        self._answer = _with_cors(self._answer_allowed, config) if config.allowed_origins else self._answer_allowed
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,6 +40,8 @@ class RequestFrame:
             await self._app(scope, receive, send)
             return
         started_at = time.monotonic()
+        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path)
         headers = _wanted_headers(scope)
         state = scope.setdefault("state", {})
         own_id = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -49,15 +58,18 @@ class RequestFrame:
             await send(message)
 
         try:
-            if self._is_allowed(scope["path"], headers.get(b"authorization")):
-                await self._app(scope, receive, send_with_id)
-            else:
-                error = AuthenticationError("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
-                await error_response(describe(error))(scope, receive, send_with_id)
+            await self._answer(scope, receive, send_with_id)
         finally:
             if self._metrics is not None and scope["path"] not in _UNCOUNTED_PATHS:
                 duration_s = time.monotonic() - started_at
                 self._metrics.observe_http(_handler(scope), scope["method"], status, duration_s)
+
+    async def _answer_allowed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_allowed(scope["path"], _wanted_headers(scope).get(b"authorization")):
+            await self._app(scope, receive, send)
+            return
+        error = AuthenticationError("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+        await error_response(describe(error))(scope, receive, send)
 
     def _is_allowed(self, path: str, authorization: bytes | None) -> bool:
         if not self._api_keys or path in OPEN_PATHS:
@@ -67,6 +79,17 @@ class RequestFrame:
             return False
         matches = [hmac.compare_digest(key.strip(), known) for known in self._api_keys]
         return any(matches)
+
+
+def _with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    return CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=_EXPOSED_HEADERS,
+    )
 
 
 def _wanted_headers(scope: Scope) -> dict[bytes, bytes]:

@@ -4,4 +4,14 @@ HTTP_CASES: list[tuple[list[str], str, object]] = [
     (["--strict-fields"], "server.strict_fields", True),
     (["--max-num-queued-reqs", "7"], "server.max_num_queued_reqs", 7),
     (["--max-num-queued-tokens", "8k"], "server.max_num_queued_tokens", 8000),
+    (["--allowed-origins", '["https://a", "b"]'], "server.allowed_origins", ("https://a", "b")),
+    (["--allowed-origins", "https://a", "b"], "server.allowed_origins", ("https://a", "b")),
+    (["--allowed-methods", "GET"], "server.allowed_methods", ("GET",)),
+    (["--allowed-headers", '["x-a"]'], "server.allowed_headers", ("x-a",)),
+    (["--allow-credentials"], "server.allow_credentials", True),
+    (["--root-path", "/llm/"], "server.root_path", "/llm"),
+    (["--trust-request-chat-template"], "server.trust_request_chat_template", True),
 ]
+
+TLS_FIELDS = [f"server.ssl_{name}" for name in ("certfile", "keyfile", "ca_certs", "cert_reqs", "ciphers")]
+"""They need files, which `tests/server/flags/test_http.py` makes."""

@@ -29,6 +29,7 @@ from tokenmill_server.flags.media_settings import resolve_media, resolve_placeme
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.flags.workers import engines_flag, resolve_workers
+from tokenmill_server.tls import make_tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     names = values["served_model_name"] or (files.name,)
     api_servers = _api_servers(values, device, parallel, offline=offline)
     server = _server_config(values, files, names, api_servers)
+    make_tls_context(server)  # whatever is wrong with it is a start error
     caches = resolve_placement(server.media, files, api_servers, len(parallel.served_ranks))
     engine = EngineConfig(
         model=_model_config(values, files, load_format, dtype),

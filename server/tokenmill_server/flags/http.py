@@ -1,9 +1,32 @@
 """The rows of the table of flags that say which requests are taken, and what their answers tell."""
 
+import json
+
 from tokenmill_server.flags.flag import Arity, Flag, Group
-from tokenmill_server.flags.parsers import boolean, integer
+from tokenmill_server.flags.parsers import boolean, integer, path_text, text, text_list
 
 _MANY = 2**31 - 1
+
+
+def _text_or_json_list(value: object) -> tuple[str, ...]:
+    """Texts, or one that is a JSON list of them as vLLM has it."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        (value,) = value
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError("texts, or a JSON list of texts") from None
+    return text_list(value)
+
+
+def _root_path(value: object) -> str:
+    if value in ("", "/"):
+        return ""
+    if not isinstance(value, str) or not value.startswith("/") or not value.isascii() or set(value) & set("?# "):
+        raise ValueError("a path that begins with /")
+    return value.rstrip("/")
+
 
 HTTP = (
     Flag(
@@ -26,6 +49,121 @@ HTTP = (
         "503, unless there are none. Default: no limit",
         "server.max_num_queued_tokens",
         metavar="TOKENS",
+        offline=False,
+    ),
+    Flag(
+        "allowed-origins",
+        Group.FRONTEND,
+        _text_or_json_list,
+        (),
+        "Origins whose pages may send requests from browsers (CORS), such as https://chat.example; * for all. "
+        "Default: none",
+        "server.allowed_origins",
+        metavar="ORIGIN",
+        arity=Arity.MANY,
+        offline=False,
+    ),
+    Flag(
+        "allowed-methods",
+        Group.FRONTEND,
+        _text_or_json_list,
+        ("*",),
+        "Methods that such pages may use; * for all",
+        "server.allowed_methods",
+        metavar="METHOD",
+        arity=Arity.MANY,
+        offline=False,
+    ),
+    Flag(
+        "allowed-headers",
+        Group.FRONTEND,
+        _text_or_json_list,
+        ("*",),
+        "Headers that such pages may send; * for all",
+        "server.allowed_headers",
+        metavar="HEADER",
+        arity=Arity.MANY,
+        offline=False,
+    ),
+    Flag(
+        "allow-credentials",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "Let browsers send cookies with such requests",
+        "server.allow_credentials",
+        arity=Arity.SWITCH,
+        offline=False,
+    ),
+    Flag(
+        "root-path",
+        Group.FRONTEND,
+        _root_path,
+        "",
+        "Prefix that a proxy puts before every path (/prefix); requests with and without it are answered",
+        "server.root_path",
+        metavar="PATH",
+        offline=False,
+    ),
+    Flag(
+        "ssl-certfile",
+        Group.FRONTEND,
+        path_text,
+        None,
+        "PEM file with the server's certificate (and those between it and its root): serve HTTPS",
+        "server.ssl_certfile",
+        metavar="FILE",
+        offline=False,
+    ),
+    Flag(
+        "ssl-keyfile",
+        Group.FRONTEND,
+        path_text,
+        None,
+        "PEM file with the certificate's private key, if it is not in the same file",
+        "server.ssl_keyfile",
+        metavar="FILE",
+        offline=False,
+    ),
+    Flag(
+        "ssl-ca-certs",
+        Group.FRONTEND,
+        path_text,
+        None,
+        "PEM file with the certificates that sign those of clients",
+        "server.ssl_ca_certs",
+        metavar="FILE",
+        offline=False,
+    ),
+    Flag(
+        "ssl-cert-reqs",
+        Group.FRONTEND,
+        integer(0, 2),
+        0,
+        "Whether clients show a certificate: 0 no, 1 if they like, 2 always",
+        "server.ssl_cert_reqs",
+        metavar="0|1|2",
+        offline=False,
+    ),
+    Flag(
+        "ssl-ciphers",
+        Group.FRONTEND,
+        text,
+        None,
+        "Ciphers of TLS 1.2, in OpenSSL's notation",
+        "server.ssl_ciphers",
+        metavar="LIST",
+        offline=False,
+    ),
+    Flag(
+        "trust-request-chat-template",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "Take chat templates from requests (`chat_template`). They run in a sandbox, but may take all time and memory "
+        "that they like: only for clients that are trusted",
+        "server.trust_request_chat_template",
+        arity=Arity.SWITCH,
         offline=False,
     ),
     Flag(

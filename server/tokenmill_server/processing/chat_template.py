@@ -46,6 +46,10 @@ class ChatTemplate:
         self._needs_lists = self._shows(_PROBE_LIST) and not self._shows(_PROBE)
         """It leaves out what is not in a list of parts, as templates of some models with images do."""
 
+    def replaced(self, source: str) -> "ChatTemplate":
+        """Another template for the same model. Raises ConfigError if `source` is none."""
+        return ChatTemplate(source, self._tokens["bos_token"], self._tokens["eos_token"])
+
     def render(self, messages: list[Message], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         """The prompt text. `variables` are visible to the template beside its own.
 

@@ -64,6 +64,8 @@ class ChatOptions:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    template: ChatTemplate | None = None
+    """That of the request; None: the model's own."""
 
 
 class InputProcessor:
@@ -136,21 +138,22 @@ class InputProcessor:
     async def chat_text(self, messages: list[Message], options: ChatOptions) -> str:
         """Like `render_chat`, without blocking the event loop for long."""
         size = sum(len(text_of_message(message)) + _CHARS_PER_MESSAGE for message in messages)
-        if size <= _MAX_INLINE_CHAT_CHARS:
+        if size <= _MAX_INLINE_CHAT_CHARS and options.template is None:  # of others nobody knows what they take
             return self.render_chat(messages, options)
         return await asyncio.to_thread(self.render_chat, messages, options)
 
     def render_chat(self, messages: list[Message], options: ChatOptions) -> str:
         """The prompt text of a conversation."""
-        if self.template is None:
+        template = options.template or self.template
+        if template is None:
             raise InvalidRequestError("this model has no chat template; start the server with --chat-template FILE")
         if options.continue_final_message:
             if options.add_generation_prompt:
                 raise InvalidRequestError(
                     "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
                 )
-            return self.template.render_continuation(messages, options.template_variables)
-        return self.template.render(messages, options.add_generation_prompt, options.template_variables)
+            return template.render_continuation(messages, options.template_variables)
+        return template.render(messages, options.add_generation_prompt, options.template_variables)
 
     def build(
         self,

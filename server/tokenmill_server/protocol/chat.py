@@ -25,11 +25,13 @@ class ChatRequest(GenerationFields):
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: List[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = None
     parallel_tool_calls: bool | None = None
     """Without tools there are no calls to be parallel."""
 

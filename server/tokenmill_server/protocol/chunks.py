@@ -186,12 +186,14 @@ class ChatShape:
     plain_prefix = b',"delta":{"content":'
     plain_suffix = b'},"finish_reason":null}]}\n\n'
 
-    def __init__(self, formatter: LogprobFormatter, echo: str = "") -> None:
+    def __init__(self, formatter: LogprobFormatter, echo: str = "", opening: Json | None = None) -> None:
+        """`opening`: more fields of the first chunk of each choice."""
         self._formatter = formatter
         self._echo = echo
+        self._opening = opening or {}
 
     def start(self, session: StreamSession, index: int, state: ChoiceState, choice: Choice) -> bytes:
-        extra: Json = {}
+        extra = dict(self._opening)
         if session.options.return_token_ids:
             extra["prompt_token_ids"] = list(choice.generation.request.prompt_token_ids)
         body: Json = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}

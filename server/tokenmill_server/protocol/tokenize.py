@@ -19,6 +19,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: List[dict[str, Any]] | None = None
     reasoning_effort: str | None = None

@@ -6,8 +6,9 @@ from starlette.responses import Response
 from tokenmill_server.deadlines import in_time
 from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.processing.chat_template import text_of_message
+from tokenmill_server.processing.input_processor import InputProcessor, Prompt
 from tokenmill_server.processing.sampling_checks import check_num_prompt_logprobs
-from tokenmill_server.protocol.chat import ChatRequest, chat_options, parse_messages
+from tokenmill_server.protocol.chat import ChatRequest, parse_messages
 from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
 from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
 from tokenmill_server.protocol.replies import chat_reply
@@ -24,7 +25,7 @@ async def create_chat_completion(request: Request) -> Response:
     media, parts = call.context.media, call.context.media_parts()
     messages = parse_messages(fields.messages, parts)
     note_ignored(call.context, call.headers, parts.ignored)
-    options = chat_options(fields, inputs.template_variables)
+    options = call.context.chat_options(fields)
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:
         limit = min(defaults["max_tokens"], inputs.max_model_len)  # the model's own default may exceed what fits here
@@ -57,13 +58,21 @@ async def create_chat_completion(request: Request) -> Response:
     head = call.head("chatcmpl")
     formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
     echo = text_of_message(messages[-1]) if fields.echo and messages[-1]["role"] == "assistant" else ""
+    extra = {"prompt_text": _prompt_text(inputs, prompt, fields)} if fields.return_prompt_text else {}
     if fields.stream:
         session = call.session(fields, head, "chat.completion.chunk")
-        shape = ChatShape(formatter, echo)
+        shape = ChatShape(formatter, echo, extra)
         return call.stream(session, [generation_request], lambda _: ChoiceStream(session, shape, sampling.n))
     (output,) = await call.complete([generation_request])
     return await large_json_reply(
-        lambda: chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)),
+        lambda: chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)) | extra,
         num_logprobs([output]),
         call.headers,
     )
+
+
+def _prompt_text(inputs: InputProcessor, prompt: Prompt, fields: ChatRequest) -> str:
+    """What the template made of the messages, or what is left of it."""
+    if prompt.text is not None and fields.truncate_prompt_tokens is None:
+        return prompt.text
+    return inputs.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)

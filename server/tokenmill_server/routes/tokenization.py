@@ -11,7 +11,7 @@ from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.processing.chat_template import Message
 from tokenmill_server.processing.sampling_checks import check_token_ids
-from tokenmill_server.protocol.chat import chat_options, parse_messages
+from tokenmill_server.protocol.chat import parse_messages
 from tokenmill_server.protocol.fields import ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenmill_server.routes.bodies import json_reply, parse, read_json
@@ -59,7 +59,7 @@ async def _encode_chat(
     """Images and videos are fetched, since their sizes count; then the prompt must fit, as in the chat route."""
     context = context_of(request)
     media = context.media
-    options = chat_options(fields, context.inputs.template_variables)
+    options = context.chat_options(fields)
     wishes = context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
     if media is None or not parts.sources:
         text = await context.inputs.chat_text(messages, options)

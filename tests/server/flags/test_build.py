@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.support.http_flags import HTTP_CASES
+from tests.support.http_flags import HTTP_CASES, TLS_FIELDS
 from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.engine import DeviceKind
@@ -137,6 +137,7 @@ CASES = [
 RESOLVED_BY_OTHER_TESTS = {
     "device.kind",
     "device.attention_backend",
+    *TLS_FIELDS,
     *("media.limits", "media.video_reading", "media.processor_kwargs"),
     "model.media",
     "model.tokenizer_path",

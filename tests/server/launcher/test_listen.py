@@ -14,6 +14,7 @@ def test_free_port_and_taken_port() -> None:
     first = bind(ServerConfig(port=0))
     port = first.getsockname()[1]
     assert url_of(first) == f"http://127.0.0.1:{port}"
+    assert url_of(first, "https") == f"https://127.0.0.1:{port}"
     assert first.get_inheritable()
     with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is already in use; .* another --port"):
         bind(ServerConfig(port=port))
