@@ -25,6 +25,7 @@ from tokenmill_server.multimodal.addresses import Target, local_file, parse_targ
 from tokenmill_server.multimodal.connecting import Connection, first_to_connect
 from tokenmill_server.multimodal.errors import MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
+from tokenmill_server.multimodal.sites import site_of
 from tokenmill_server.multimodal.turns import Turn
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.version import __version__
@@ -179,7 +180,7 @@ async def _follow(
             turn.give()
         addresses = await resolve(target, settings)
         if turn is not None:
-            await turn.take(limit)
+            await turn.take(site_of(target.host), limit)
         answer = await _ask(target, addresses, budget)
         if answer.status not in _REDIRECTS:
             return answer.body(url)

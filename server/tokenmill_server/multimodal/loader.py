@@ -29,6 +29,7 @@ from tokenmill_server.multimodal.parts import MediaSource, VideoSource
 from tokenmill_server.multimodal.prepared import Prepare, PreparedMedia, UnknownMediaError
 from tokenmill_server.multimodal.processor import ImageProcessor
 from tokenmill_server.multimodal.settings import ENGINE_BOUNDS, MediaSettings
+from tokenmill_server.multimodal.sites import SitePlaces
 from tokenmill_server.multimodal.supply import LoadedItem
 from tokenmill_server.multimodal.turns import Turn
 from tokenmill_server.multimodal.video_preparer import VideoPreparer
@@ -38,7 +39,10 @@ from tokenmill_server.processing.shown import shown
 T = TypeVar("T")
 
 _FETCHES_PER_THREAD = 4
-"""How many images from hosts and files there may be at a time: each is in memory until it is decoded."""
+"""How many images from one site there may be at a time, and local files: each is in memory until it is decoded."""
+_MOST_SITES = 8
+"""That may have so many at a time: a few which answer slowly keep no others waiting."""
+_LOCAL_FILES = ""
 _TURNS_PER_THREAD = 2
 """How many images of one request may be fetched and decoded at a time."""
 
@@ -118,7 +122,8 @@ class MediaLoader:
         self._threads = ThreadPoolExecutor(settings.loading_threads, thread_name_prefix="media")
         # Of their own: a video may take a minute, and a few of them would keep all images waiting.
         self._video_threads = ThreadPoolExecutor(max(1, settings.loading_threads // 2), thread_name_prefix="video")
-        self._fetches = asyncio.Semaphore(_FETCHES_PER_THREAD * settings.loading_threads)
+        most_of_site = _FETCHES_PER_THREAD * settings.loading_threads
+        self._fetches = SitePlaces(_MOST_SITES * most_of_site, most_of_site)
 
     async def load(
         self,
@@ -228,7 +233,7 @@ class MediaLoader:
     async def _get(self, url: str, budget: Budget, kind: str, turn: Turn) -> bytes:
         """The file at an address, when it is its turn."""
         if scheme_of(url) == "file":
-            await turn.take()
+            await turn.take(_LOCAL_FILES)
             return await self._in_thread(partial(read_file, url, self._settings, budget))
         return await fetch(url, self._settings, budget, kind, turn)
 

@@ -12,16 +12,15 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from tokenmill_server.multimodal.sites import SitePlaces, site_of
 
 _MAX_LOOKUPS = 256
 """At a time; the next waits."""
 _MAX_OF_SITE = 8
-_PARTS_OF_COUNTRIES = frozenset({"ac", "co", "com", "edu", "go", "gov", "ne", "net", "or", "org"})
-"""Where sites have three labels: example.co.uk, example.com.au."""
 
 _lookups: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Lookups]" = WeakKeyDictionary()
 
@@ -36,19 +35,11 @@ async def look_up(host: str, port: int) -> list[str]:
     return await _lookups.setdefault(asyncio.get_running_loop(), _Lookups()).find(host, port)
 
 
-def site_of(host: str) -> str:
-    """What of a name its owner has registered, as far as a name tells."""
-    labels = host.split(".")
-    is_of_country = len(labels) > 2 and len(labels[-1]) == 2 and labels[-2] in _PARTS_OF_COUNTRIES
-    return ".".join(labels[-3 if is_of_country else -2 :])
-
-
 class _Lookups:
     """Of one event loop."""
 
     def __init__(self) -> None:
-        self._places = asyncio.Semaphore(_MAX_LOOKUPS)
-        self._sites: dict[str, _Site] = {}
+        self._places = SitePlaces(_MAX_LOOKUPS, _MAX_OF_SITE)
         self._running: dict[str, _Lookup] = {}
 
     async def find(self, host: str, port: int) -> list[str]:
@@ -71,24 +62,12 @@ class _Lookups:
 
     async def _look_up(self, lookup: "_Lookup", host: str, port: int) -> list[str]:
         try:
-            async with self._place(site_of(host)):
+            async with self._places.of(site_of(host)):
                 lookup.has_begun = True
                 return await _in_thread(host, port)
         finally:
             if self._running.get(host) is lookup:
                 del self._running[host]
-
-    @asynccontextmanager
-    async def _place(self, name: str) -> AsyncIterator[None]:
-        site = self._sites.setdefault(name, _Site())
-        site.num_lookups += 1
-        try:
-            async with site.places, self._places:
-                yield
-        finally:
-            site.num_lookups -= 1
-            if site.num_lookups == 0:
-                del self._sites[name]
 
 
 class _Lookup:
@@ -98,14 +77,6 @@ class _Lookup:
         self.task: asyncio.Task[list[str]] | None = None
         self.num_waiting = 0
         self.has_begun = False
-
-
-class _Site:
-    """Whose names are being looked up, or wait for that."""
-
-    def __init__(self) -> None:
-        self.places = asyncio.Semaphore(_MAX_OF_SITE)
-        self.num_lookups = 0
 
 
 async def _in_thread(host: str, port: int) -> list[str]:

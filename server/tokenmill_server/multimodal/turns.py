@@ -4,34 +4,37 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from tokenmill_server.multimodal.sites import SitePlaces
+
 
 class Turn:
     """Of one file. It may be given to others in between."""
 
-    def __init__(self, places: asyncio.Semaphore) -> None:
+    def __init__(self, places: SitePlaces) -> None:
         self._places = places
-        self._is_ours = False
+        self._site: str | None = None
+        """Whose place it has."""
 
-    async def take(self, limit: asyncio.Timeout | None = None) -> None:
-        """Waits for it, while the time that is left until `limit` stands still."""
-        if self._is_ours:
-            return
+    async def take(self, site: str, limit: asyncio.Timeout | None = None) -> None:
+        """Waits for it among files of one site, while the time that is left until `limit` stands still. What it was
+        given before is over."""
+        self.give()
         now = asyncio.get_running_loop().time
         end = None if limit is None else limit.when()
         if limit is None or end is None:
-            await self._places.acquire()
+            await self._places.acquire(site)
         else:
             left = end - now()
             limit.reschedule(None)
-            await self._places.acquire()
+            await self._places.acquire(site)
             limit.reschedule(now() + left)
-        self._is_ours = True
+        self._site = site
 
     def give(self) -> None:
         """Others have it until it is taken again."""
-        if self._is_ours:
-            self._is_ours = False
-            self._places.release()
+        if self._site is not None:
+            self._places.release(self._site)
+            self._site = None
 
     async def __aenter__(self) -> Self:
         return self

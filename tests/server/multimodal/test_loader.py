@@ -100,7 +100,7 @@ def test_no_more_is_fetched_than_can_soon_be_decoded(
 
     async def fetched(_url: str, _settings: MediaSettings, _budget: object, _kind: str, turn: Turn) -> bytes:
         nonlocal num_fetched
-        await turn.take()
+        await turn.take("x.example")
         num_fetched += 1
         return data
 
@@ -162,6 +162,31 @@ def test_names_that_are_looked_up_for_long_keep_no_image_waiting(
             asyncio.run(work(host.url("/picture")))
         finally:
             go_on.set()
+            single.close()
+
+
+def test_a_site_that_does_not_answer_keeps_no_other_waiting(processor: WatchedProcessor) -> None:
+    """More images of it are wanted than may be fetched of one site at a time."""
+    settings = replace(SETTINGS, loading_threads=1, allowed_domains=("localhost", "127.0.0.1"))
+    single = loader_of(processor, settings)
+
+    async def work(slow: str, quick: str) -> None:
+        room = TokenRoom(10_000, 10_000)
+        held = [asyncio.ensure_future(single.load([source(slow)], room)) for _ in range(6)]
+        async with asyncio.timeout(PATIENCE_S):
+            while host.paths.count("/slow") < 4:
+                await asyncio.sleep(0.001)
+            assert len(await single.load([source(quick)], room)) == 1
+        assert host.paths.count("/slow") == 4
+        for each in held:
+            each.cancel()
+        await asyncio.wait(held)
+
+    with media_host(picture=answer(encoded(noise(20, 30)))) as host:
+        host.pages["/slow"] = lambda connection: host.stopped.wait() and None
+        try:
+            asyncio.run(work(host.url("/slow"), host.url("/picture", "127.0.0.1")))
+        finally:
             single.close()
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tokenmill_server.multimodal import name_lookup
-from tokenmill_server.multimodal.name_lookup import look_up, site_of
+from tokenmill_server.multimodal.name_lookup import look_up
 
 pytestmark = pytest.mark.asyncio
 
@@ -137,21 +137,6 @@ async def test_an_address_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> Non
         assert await look_up("127.0.0.1", 80) == ["127.0.0.1"]
         assert await look_up("::1", 80) == ["::1"]
         assert await look_up("0x7f.1", 80) == ["127.0.0.1"]
-
-
-@pytest.mark.parametrize(
-    ("host", "site"),
-    [
-        ("images", "images"),
-        ("example.com", "example.com"),
-        ("a.b.example.com", "example.com"),
-        ("a.example.co.uk", "example.co.uk"),
-        ("example.co.uk", "example.co.uk"),
-        ("a.ab.de", "ab.de"),
-    ],
-)
-async def test_sites(host: str, site: str) -> None:
-    assert site_of(host) == site
 
 
 async def test_without_a_thread_its_place_is_free_again(names: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,14 @@ import asyncio
 
 import pytest
 
+from tokenmill_server.multimodal.sites import SitePlaces
 from tokenmill_server.multimodal.turns import Turn
 
 pytestmark = pytest.mark.asyncio
+
+
+def is_free(places: SitePlaces) -> bool:
+    return not places._sites
 
 
 async def settled() -> None:
@@ -15,30 +20,30 @@ async def settled() -> None:
 
 
 async def test_others_have_it_in_between() -> None:
-    places = asyncio.Semaphore(1)
+    places = SitePlaces(1, 1)
     async with Turn(places) as first, Turn(places) as second:
-        await first.take()
-        await first.take()
-        waiting = asyncio.ensure_future(second.take())
+        await first.take("b")
+        await first.take("a")
+        waiting = asyncio.ensure_future(second.take("a"))
         await settled()
         assert not waiting.done()
         first.give()
         first.give()
         await waiting
-        assert places.locked()
+        assert not is_free(places)
         second.give()
-        await first.take()
-    assert not places.locked()
-    await Turn(places).take()
-    assert places.locked()
+        await first.take("a")
+    assert is_free(places)
+    await Turn(places).take("a")
+    assert not is_free(places)
 
 
 async def test_time_stands_still_until_it_comes() -> None:
-    places = asyncio.Semaphore(1)
+    places = SitePlaces(1, 1)
     async with Turn(places) as first, Turn(places) as second, asyncio.timeout(1000) as limit:
-        await first.take(limit)
+        await first.take("a", limit)
         assert limit.when() is not None
-        waiting = asyncio.ensure_future(second.take(limit))
+        waiting = asyncio.ensure_future(second.take("a", limit))
         await settled()
         assert limit.when() is None
         first.give()
@@ -49,17 +54,17 @@ async def test_time_stands_still_until_it_comes() -> None:
 
 
 async def test_who_is_gone_before_takes_none() -> None:
-    places = asyncio.Semaphore(1)
+    places = SitePlaces(1, 1)
 
     async def wait() -> None:
         async with Turn(places) as turn:
-            await turn.take()
+            await turn.take("a")
 
     async with Turn(places) as first:
-        await first.take()
+        await first.take("a")
         waiting = asyncio.ensure_future(wait())
         await settled()
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert places.locked()
-    assert not places.locked()
+        assert not is_free(places)
+    assert is_free(places)

@@ -1,0 +1,68 @@
+"""Places, of which one site has only some."""
+
+import asyncio
+
+import pytest
+
+from tokenmill_server.multimodal.sites import SitePlaces, site_of
+
+pytestmark = pytest.mark.asyncio
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("host", "site"),
+    [
+        ("images", "images"),
+        ("example.com", "example.com"),
+        ("a.b.example.com", "example.com"),
+        ("a.example.co.uk", "example.co.uk"),
+        ("example.co.uk", "example.co.uk"),
+        ("a.ab.de", "ab.de"),
+        ("10.0.0.7", "10.0.0.7"),
+        ("2001:db8::7", "2001:db8::7"),
+    ],
+)
+async def test_sites(host: str, site: str) -> None:
+    assert site_of(host) == site
+
+
+async def test_one_site_leaves_places_to_others() -> None:
+    places = SitePlaces(3, 2)
+    waiting = [asyncio.ensure_future(places.acquire("a")) for _ in range(4)]
+    await settled()
+    assert [each.done() for each in waiting] == [True, True, False, False]
+    await places.acquire("b")
+    other = asyncio.ensure_future(places.acquire("c"))
+    await settled()
+    assert not other.done()
+    places.release("b")
+    await other
+    places.release("a")
+    await settled()
+    assert [each.done() for each in waiting] == [True, True, True, False]
+    waiting[3].cancel()
+    await asyncio.wait([waiting[3]])
+    for name in "aac":
+        places.release(name)
+    assert not places._sites
+
+
+async def test_who_is_gone_before_has_none() -> None:
+    """Whether it waited for a place of its site, or of all."""
+    places = SitePlaces(1, 1)
+    await places.acquire("a")
+    waiting = [asyncio.ensure_future(places.acquire(name)) for name in "ab"]
+    await settled()
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)
+    places.release("a")
+    assert not places._sites
+    for name in "ab":
+        async with places.of(name):
+            assert set(places._sites) == {name}
