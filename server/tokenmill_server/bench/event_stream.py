@@ -42,8 +42,8 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 class StreamSink:
     """Keeps the body of one streamed response for `record`, which `close` fills.
 
-    A chunk counts as output when it carries text or token ids, or when it is a plain completion chunk that does not end the
-    request (a token may have no text of its own). Role-only, usage-only and finish-only chunks do not count, unless
+    A chunk counts as output when it carries text or token ids, or when it is a plain completion chunk that does not end
+    the request (a token may have no text of its own). Role-only, usage-only and finish-only chunks do not count, unless
     there were tokens and none of them had text: they came with the end.
 
     A chunk stands for one token, or for as many as its own usage says it adds: they arrived together.
