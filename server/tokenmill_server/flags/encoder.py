@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def with_wanted_media(files: ModelFiles, values: FlagValues) -> ModelFiles:
-    """`files`, as of a model of text alone if nothing else is to be served: then no encoder is loaded. That is
-    decided here alone: a configuration has `media` if and only if requests may have some.
+    """`files`, as of a model of text alone if nothing else is to be served: then no encoder is loaded. That is decided
+    here alone: a configuration has `media` if and only if requests may have some.
 
     Raises ConfigError for flags that contradict each other.
     """

@@ -55,12 +55,15 @@ class RequestSupply:
         self._loaded = list(loaded)
         self._leases: list[Lease] = []
         """On what is in shared memory: the engine may have to look at it again until the request has ended."""
+        self._must_read = False
+        """The engine does not look at that: it has to be read for it."""
         self.places = tuple(msgspec.structs.replace(item, tensors={}) for item in items)
 
     def outgoing(self, shares: bool = False) -> tuple[MediaItem, ...] | None:
         items = [self._prepared.outgoing(loaded.item, shares) for loaded in self._loaded]
         self._leases += [item.lease for item in items if item.lease is not None]
-        if not shares and self._leases:
+        self._must_read = not shares and bool(self._leases)
+        if self._must_read:
             return None
         self._forget_tensors()
         return self._travelling(items)
@@ -96,6 +99,8 @@ class RequestSupply:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self._forget_tensors()
+        if self._must_read:
+            self.end()
         return self._travelling([tasks[each.item.key].result() for each in loaded])
 
     def settle(self) -> None:

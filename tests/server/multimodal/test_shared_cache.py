@@ -186,8 +186,8 @@ async def test_what_has_to_be_read_for_such_a_receiver_is_read_beside_the_event_
     assert len(threads) == 1
     assert threading.current_thread() not in threads
     assert all(loaded.item.tensors == {} for loaded in supply._loaded)
-    supply.end()
     assert store.num_leased == 0
+    supply.end()
 
 
 def test_a_store_outlives_the_number_of_its_descriptor() -> None:
