@@ -4,16 +4,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from tests.support.server import PATIENCE_S, wait_for
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; one that is not our child may stay a zombie until its new parent reaps it. So does one
-    whose main thread alone has ended: as long as there are others, nothing is closed."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
-    except psutil.NoSuchProcess:
-        return True
+from tests.support.server import PATIENCE_S, has_ended, wait_for
 
 
 def wait_for_end(process: psutil.Process, timeout_s: float = 60.0) -> None:

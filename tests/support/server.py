@@ -80,7 +80,8 @@ class Server:
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(descendants, timeout=5)
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: all(map(has_ended, descendants)), 5, "end of what was killed")
 
     # --- processes ------------------------------------------------------------------------------------------------
 
@@ -229,6 +230,15 @@ def run_serve(
         stdin=subprocess.DEVNULL,
         env={**os.environ, **(env or {})},
     )
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no more; one that is not our child may stay a zombie until its new parent reaps it. So does one
+    whose main thread alone has ended: as long as there are others, nothing is closed."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str, poll_s: float = 0.02) -> None:

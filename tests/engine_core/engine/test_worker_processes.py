@@ -18,6 +18,7 @@ from tests.support.engine_process import (
     started_engine,
     tiny_engine_config,
 )
+from tests.support.processes import wait_for_ends
 from tests.support.server import wait_for
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.parallel import ParallelConfig
@@ -59,11 +60,6 @@ def wait_for_workers(pid: int, pattern: str, count: int = 2) -> list[psutil.Proc
     return workers_of(pid)
 
 
-def check_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
-    assert alive == []
-
-
 @contextmanager
 def busy(engine: RunningEngine) -> Iterator[EngineTalker]:
     """A stream under way."""
@@ -94,7 +90,7 @@ def test_tokens_titles_and_rest() -> None:
             talker.wait_for_load(IDLE, DEADLINE_S)
             check_idle([psutil.Process(engine.pid), *workers])
             assert engine.stop() == 0
-            check_gone(workers)
+            wait_for_ends(workers)
             assert sorted(os.listdir(engine.run_dir)) == ["engine-0.0.in", "engine-0.0.out", "log", "metrics"]
             assert "Traceback" not in engine.log.read_text()
             talker.close()
@@ -116,7 +112,7 @@ def test_sigterm_ends_a_busy_engine_and_its_workers_quietly() -> None:
     with running_engine(config()) as engine, busy(engine):
         workers = workers_of(engine.pid)
         assert engine.stop() == 0
-        check_gone(workers)
+        wait_for_ends(workers)
         assert "Traceback" not in engine.log.read_text()
 
 
@@ -133,7 +129,7 @@ def test_a_killed_worker_is_the_end_of_the_engine_core(victim: int, is_busy: boo
         assert isinstance(failure, EngineFailed)
         assert failure.message.startswith(f"engine core 0 is lost: worker 0.{victim} was killed (SIGKILL)")
         assert engine.child.process.wait(DEADLINE_S) == 1
-        check_gone(workers)
+        wait_for_ends(workers)
         assert re.search(r"CRITICAL .*engine core 0 is lost: worker", engine.log.read_text())
 
 
@@ -150,7 +146,7 @@ def test_a_killed_engine_core_takes_its_workers_along(is_stopped: bool) -> None:
         if is_stopped:
             workers[1].suspend()
         os.kill(engine.pid, signal.SIGKILL)
-        check_gone(workers)
+        wait_for_ends(workers)
 
 
 def test_a_stopped_worker_is_a_step_that_takes_long() -> None:
@@ -199,7 +195,7 @@ class TestStart:
                 "--kv-cache-memory-bytes"
             )
             assert child.process.wait(timeout=DEADLINE_S) == 1
-            check_gone(workers)
+            wait_for_ends(workers)
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, END_SIGNAL, "close"])
     @pytest.mark.parametrize("title", ["tokenmill: worker ", r"tokenmill: worker 0\.\d"])
@@ -211,5 +207,5 @@ class TestStart:
                 child.process.send_signal(how)
             else:
                 child.channel.close()
-            check_gone(workers)
+            wait_for_ends(workers)
             assert child.process.wait(DEADLINE_S) in (0, 1, -9)

@@ -17,6 +17,7 @@ from PIL import Image
 from tests.support.image_helpers import ASKING, FILE, PLAIN, helpers, in_thread, nothing, processor_of
 from tests.support.pictures import encoded, noise
 from tests.support.prepared_items import made_up
+from tests.support.processes import wait_for_end
 from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.errors import OverloadedError
 from tokenmill_server.multimodal import image_processes
@@ -348,7 +349,7 @@ def test_they_end_with_the_server() -> None:
     server.kill()
     server.wait()
     server.stdout.close()
-    wait_for(lambda: not helper.is_running(), PATIENCE_S, "the process has ended")
+    wait_for_end(helper)
 
 
 def test_no_more_than_there_may_be(processor: ImageProcessor) -> None:

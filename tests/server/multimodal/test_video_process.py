@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from tests.support.pictures import encoded, noise
-from tests.support.server import PATIENCE_S, wait_for
+from tests.support.processes import wait_for_end
 from tests.support.video_decoding import SETTINGS, decode
 from tests.support.videos import decoded, moving, video_file
 from tokenmill_engine.errors import OverloadedError
@@ -323,7 +323,7 @@ def test_it_ends_with_the_server() -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_for(lambda: not child.is_running(), PATIENCE_S, "the decoder has ended")
+    wait_for_end(child)
 
 
 def test_several_at_a_time() -> None:
