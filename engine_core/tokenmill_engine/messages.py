@@ -181,6 +181,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     """The entry of `stop_token_ids` that matched; None for the model's own end token."""
     message: str | None = None
     """For `error`: one sentence for the client."""
+    num_preemptions: int = 0
+    """How often it was preempted."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -229,6 +231,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Consecutive pieces for prompt positions 1..; the first position has none."""
     cached_tokens: list[tuple[int, int]] = []
     """(index, number of prompt tokens found in the prefix cache), once per request with its first output."""
+    prefill_times: list[tuple[int, float]] = []
+    """(index, seconds from its first step to its first token), with `cached_tokens`."""
 
 
 class LoadReport(msgspec.Struct, array_like=True, tag=True, frozen=True):

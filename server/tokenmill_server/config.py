@@ -47,6 +47,8 @@ class ServerConfig:
     """Certificates of clients: 0 none, 1 optional, 2 required."""
     ssl_ciphers: str | None = None
     trust_request_chat_template: bool = False
+    per_request_metrics: bool = False
+    """Replies tell how long their parts took."""
     strict_fields: bool = False
     """Fields without effect are refused."""
     media: MediaSettings = field(default_factory=MediaSettings)

@@ -237,6 +237,10 @@ class TextGenerator:
             choice = self._choices.get(request_ids[index])
             if choice is not None and choice.index == 0:
                 choice.generation.num_cached_tokens = num_cached
+        for index, prefill_s in output.prefill_times:
+            choice = self._choices.get(request_ids[index])
+            if choice is not None and choice.index == 0:
+                choice.generation.prefill_s = prefill_s
         for piece in output.prompt_logprobs:
             choice = self._choices.get(request_ids[piece.index])
             if choice is not None:

@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=["prefix-caching", "no-prefix-caching"])
 def server(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     flags = (*TINY_FLAGS[:4], "--num-gpu-blocks-override", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE))
+    flags = (*flags, "--enable-per-request-metrics")
     caching = "--enable-prefix-caching" if request.param == "prefix-caching" else "--no-enable-prefix-caching"
     with start_server(str(tiny_model), *flags, caching) as server:
         server.remember_control()
@@ -47,7 +48,9 @@ def test_six_requests_in_a_pool_for_three(server: Server, variant: str) -> None:
         preemptions = server.metric("num_preemptions_total")
         together = at_once([lambda p=prompt: server.complete(p, **fields) for prompt in PROMPTS])  # type: ignore[misc]
         check_equal(solo, together, variant)
-        return server.metric("num_preemptions_total") > preemptions
+        told = sum(reply["metrics"]["num_preemptions"] for reply in together)
+        assert told == server.metric("num_preemptions_total") - preemptions
+        return told > 0
 
     wait_for(preempt_each_other, PATIENCE_S, "preemption")
     assert at_once([streamed(prompt) for prompt in PROMPTS]) == [one["choices"][0]["text"] for one in solo]

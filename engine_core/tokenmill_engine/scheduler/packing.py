@@ -53,12 +53,15 @@ def _pack_entries(
         token_ids=token_ids.tobytes(),
         load=load,
         finishes=[
-            Finish(index, stop.reason, stop.token_id, stop.message)
-            for index, (_, stop) in _select(entries, outcome.finished)
+            Finish(index, stop.reason, stop.token_id, stop.message, request.num_preemptions)
+            for index, (request, stop) in _select(entries, outcome.finished)
         ],
         logprobs=[_pack_logprobs(index, rows) for index, rows in _select(entries, outcome.logprobs)],
         prompt_logprobs=[_pack_logprobs(index, rows) for index, rows in _select(entries, outcome.prompt_logprobs)],
         cached_tokens=[(index, r.num_cached_tokens) for index, r in _select(entries, outcome.prefilled)],
+        prefill_times=[
+            (index, r.first_token_time - r.first_scheduled_time) for index, r in _select(entries, outcome.prefilled)
+        ],
     )
 
 

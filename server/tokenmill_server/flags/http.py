@@ -167,6 +167,17 @@ HTTP = (
         offline=False,
     ),
     Flag(
+        "enable-per-request-metrics",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "Replies to one prompt with one choice tell in `metrics` how long queueing, prefill and generation took, "
+        "preemptions and cached tokens",
+        "server.per_request_metrics",
+        arity=Arity.SWITCH,
+        offline=False,
+    ),
+    Flag(
         "strict-fields",
         Group.FRONTEND,
         boolean,

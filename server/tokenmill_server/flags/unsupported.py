@@ -125,7 +125,7 @@ _ROWS = [
     _value("sse-keep-alive-interval", "0"),
     _value("uvicorn-log-level", "info", remark="use --log-level"),
     *_switches("false", "enable-auto-tool-choice"),
-    *_switches("false", "return-tokens-as-token-ids", "enable-force-include-usage", "enable-per-request-metrics"),
+    *_switches("false", "return-tokens-as-token-ids", "enable-force-include-usage"),
     *_switches("false", "enable-server-load-tracking", "enable-tokenizer-info-endpoint", "enable-log-requests"),
     *_switches("false", "enable-log-outputs", "log-error-stack", "enable-ssl-refresh", "grpc"),
     *_switches("false", "disable-fastapi-docs", "enable-offline-docs", "tokens-only", "enable-scale-out"),

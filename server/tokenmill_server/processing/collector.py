@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_server.processing.generation import CompletionOutput, RequestOutput, TokenLogprob
 from tokenmill_server.processing.output_processor import Choice, Generation
+from tokenmill_server.processing.timings import timings_of
 
 
 class Collector:
@@ -60,6 +61,7 @@ class Collector:
             outputs=outputs,
             num_cached_tokens=generation.num_cached_tokens,
             prompt_logprobs=generation.prompt_logprobs(),
+            timings=timings_of(generation),
         )
 
 

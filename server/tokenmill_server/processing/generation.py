@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokenmill_engine.messages import FinishReason, MediaItem, SamplingParams
 from tokenmill_server.processing.media_supply import MediaSupply
@@ -69,3 +70,5 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One per prompt token; the first has none."""
+    timings: dict[str, Any] | None = None
+    """As `timings_of` has it."""

@@ -41,7 +41,9 @@ class Generation:
         "listener",
         "num_cached_tokens",
         "num_open",
+        "num_preemptions",
         "num_queued_tokens",
+        "prefill_s",
         "request",
     )
 
@@ -51,6 +53,10 @@ class Generation:
         self.listener = listener
         self.engine = engine
         self.num_cached_tokens = 0
+        self.prefill_s = 0.0
+        """From the first step in the engine core to the first token."""
+        self.num_preemptions: int | None = None
+        """None until the engine core has told it, with the end of a choice."""
         self.num_queued_tokens = 0
         """Prompt tokens, until the first token of the answer is there."""
         self.deadline_timer: asyncio.TimerHandle | None = None
@@ -145,6 +151,7 @@ class Choice:
         elif finish is not None:
             if self._stops is not None:
                 text += self._stops.flush()
+            self.generation.num_preemptions = (self.generation.num_preemptions or 0) + finish.num_preemptions
             self._end(finish.reason, finish.stop_token_id)
         self.generation.listener.on_delta(self, text, token_ids, entries)
         return stopped and finish is None

@@ -12,6 +12,7 @@ from tokenmill_engine.errors import TokenmillError
 from tokenmill_server.processing.generation import TokenLogprob
 from tokenmill_server.processing.output_processor import Choice, Generation
 from tokenmill_server.processing.sse import DONE, EventBuffer, event, json_bytes
+from tokenmill_server.processing.timings import timings_of
 from tokenmill_server.protocol.echo import EchoedPrompt
 from tokenmill_server.protocol.logprobs import LogprobFormatter
 from tokenmill_server.protocol.replies import ReplyHead, Usage
@@ -28,6 +29,8 @@ class StreamOptionsInEffect:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    timings: bool = False
+    """With the usage, or with the last chunk of a choice if there is none."""
 
 
 class StreamSession:
@@ -54,7 +57,7 @@ class StreamSession:
         if self._num_open > 0:
             self.buffer.write(last_chunk)
             return
-        usage = self.usage_chunk(self.usage()) if self.options.include_usage else b""
+        usage = self.usage_chunk(self.usage(), self.timings()) if self.options.include_usage else b""
         self.buffer.finish(b"".join((last_chunk, usage, DONE)))
 
     def usage(self) -> Usage:
@@ -74,9 +77,16 @@ class StreamSession:
             body["usage"] = self.usage().body()
         return event(body | (extra or {}))
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage, extra: Json | None = None) -> bytes:
         """The chunk without choices that ends a stream with usage."""
-        return event({**self._fixed_fields(), "choices": [], "usage": usage.body()})
+        return event({**self._fixed_fields(), "choices": [], "usage": usage.body(), **(extra or {})})
+
+    def timings(self) -> Json:
+        """`metrics` of a complete answer, if they are wanted and there is one choice of one prompt."""
+        if not self.options.timings or len(self.generations) != 1:
+            return {}
+        metrics = timings_of(self.generations[0])
+        return {} if metrics is None else {"metrics": metrics}
 
     def _fixed_fields(self) -> Json:
         head = self._head
@@ -172,7 +182,8 @@ class ChoiceStream:
         body["finish_reason"] = choice.finish_reason
         if finished:
             body["stop_reason"] = choice.stop_reason
-        chunk = self._session.chunk(body)
+        told_here = finished and not self._session.options.include_usage
+        chunk = self._session.chunk(body, self._session.timings() if told_here else None)
         state.clear()
         if finished:
             self._session.choice_finished(chunk)

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions"""
 
+from typing import Any
+
 from fastapi import Request
 from starlette.responses import Response
 
@@ -58,14 +60,16 @@ async def create_chat_completion(request: Request) -> Response:
     head = call.head("chatcmpl")
     formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
     echo = text_of_message(messages[-1]) if fields.echo and messages[-1]["role"] == "assistant" else ""
-    extra = {"prompt_text": _prompt_text(inputs, prompt, fields)} if fields.return_prompt_text else {}
+    extra: dict[str, Any] = {"prompt_text": _prompt_text(inputs, prompt, fields)} if fields.return_prompt_text else {}
     if fields.stream:
         session = call.session(fields, head, "chat.completion.chunk")
         shape = ChatShape(formatter, echo, extra)
         return call.stream(session, [generation_request], lambda _: ChoiceStream(session, shape, sampling.n))
     (output,) = await call.complete([generation_request])
     return await large_json_reply(
-        lambda: chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)) | extra,
+        lambda: (
+            chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)) | extra | call.metrics([output])
+        ),
         num_logprobs([output]),
         call.headers,
     )

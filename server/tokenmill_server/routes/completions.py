@@ -43,7 +43,7 @@ async def create_completion(request: Request) -> Response:
         )
     outputs = await call.complete(job.requests)
     return await large_json_reply(
-        lambda: completion_reply(head, _choices(outputs, fields, job), usage_of(outputs)),
+        lambda: completion_reply(head, _choices(outputs, fields, job), usage_of(outputs)) | call.metrics(outputs),
         num_logprobs(outputs),
         call.headers,
     )

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -61,6 +62,7 @@ class Call:
                 include_usage=bool(options and options.include_usage),
                 continuous_usage=bool(options and options.continuous_usage_stats),
                 return_token_ids=bool(fields.return_token_ids),
+                timings=self.context.config.per_request_metrics,
             ),
         )
 
@@ -68,6 +70,12 @@ class Call:
         """The whole answers to all prompts. Raises OverloadedError if they are too many now."""
         self._admit(requests)
         return await while_connected(self.request, self.context.generator.complete_all(requests, self.pinned_engine))
+
+    def metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Times of the answer to one prompt, as a field of the reply, if the server tells them."""
+        if not self.context.config.per_request_metrics or len(outputs) != 1 or outputs[0].timings is None:
+            return {}
+        return {"metrics": outputs[0].timings}
 
     def _admit(self, requests: Sequence[GenerationRequest]) -> None:
         if self.context.admission is not None:

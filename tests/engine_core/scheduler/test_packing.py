@@ -57,6 +57,8 @@ def test_clients_get_their_own_requests_with_indexes_of_their_own() -> None:
     rows = LogprobRows(np.array([[5, 6]], np.int32), np.array([[-1.0, -2.0]], np.float32), np.array([1], np.int32))
     request = make_request(ids[2])
     request.num_cached_tokens = 16
+    request.num_preemptions = 3
+    request.first_scheduled_time, request.first_token_time = 7.0, 7.5
     messages = pack_outcome(
         outcome(
             ids,
@@ -78,6 +80,8 @@ def test_clients_get_their_own_requests_with_indexes_of_their_own() -> None:
     finish = messages[1].finishes[0]
     assert (finish.index, finish.reason, finish.stop_token_id) == (1, FinishReason.STOP, 43)
     assert messages[1].cached_tokens == [(1, 16)]
+    assert messages[1].prefill_times == [(1, 0.5)]
+    assert (finish.num_preemptions, messages[2].finishes[0].num_preemptions) == (3, 3)
     assert messages[1].logprobs[0].index == 0
     assert messages[1].logprobs[0].num_top == 1
     assert np.frombuffer(messages[1].logprobs[0].logprobs, "<f4").tolist() == [-1.0, -2.0]

@@ -15,6 +15,8 @@ from tests.support.sse import is_error, post_stream
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
+pytestmark = pytest.mark.slow
+
 THREE = {"model": MODEL_NAME, "prompt": "one two three", "max_tokens": 4, "temperature": 0}
 KEY = {"Authorization": "Bearer secret"}
 ORIGIN = "https://chat.example"

@@ -10,16 +10,18 @@ import pytest
 
 from tests.support.api_server import MODEL_NAME, Server, run_server
 from tests.support.server import PATIENCE_S, wait_for
-from tests.support.sse import is_error
+from tests.support.sse import is_error, post_stream
 from tokenmill_engine.messages import FinishReason
 
 PATH = "/v1/completions"
+pytestmark = pytest.mark.slow
+
 THREE = {"model": MODEL_NAME, "prompt": "one two three", "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def limited() -> Iterator[Server]:
-    with run_server(max_num_queued_reqs=3, max_num_queued_tokens=8) as server:
+    with run_server(max_num_queued_reqs=3, max_num_queued_tokens=8, per_request_metrics=True) as server:
         yield server
 
 
@@ -120,3 +122,22 @@ def test_fields_without_effect_are_refused_if_told_so() -> None:
         assert is_error(response, 400, "messages[0].content[0].cache_control", "unsupported_parameter")
         assert client.post(PATH, json=THREE | {"user": None, "best_of": 1, "suffix": None}).status_code == 200
         assert is_error(client.post("/tokenize", json={"prompt": "x", "user": "me"}), 400, "user")
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_times_of_an_answer(limited: Server, client: httpx.Client, path: str) -> None:
+    """In the reply, in the last chunk of a stream, or in the chunk with the usage; only where they were asked for."""
+    body: dict[str, Any] = {"prompt": [5], "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    body["ignore_eos"] = True
+    with limited.client() as asked:
+        whole = asked.post(path, json=body).json()
+        stream = post_stream(asked, path, body)
+        with_usage = post_stream(asked, path, body | {"stream_options": {"include_usage": True}})
+        several = asked.post(path, json=body | {"n": 2}).json()
+    for metrics in (whole["metrics"], stream.chunks[-1]["metrics"], with_usage.chunks[-1]["metrics"]):
+        assert metrics["queue_time_ms"] + metrics["prefill_time_ms"] == pytest.approx(metrics["time_to_first_token_ms"])
+        assert metrics["generation_time_ms"] == pytest.approx(3 * metrics["mean_itl_ms"])
+        assert metrics["num_preemptions"] == 0
+    assert all("metrics" not in chunk for chunk in (*stream.chunks[:-1], *with_usage.chunks[:-1]))
+    assert "metrics" not in several
+    assert "metrics" not in client.post(path, json=body).json()
