@@ -25,6 +25,7 @@ from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.multiproc import MultiprocExecutor
 from tokenmill_engine.executor.uniproc import UniprocExecutor
 from tokenmill_engine.executor.worker_pool import WorkerPool
+from tokenmill_engine.ipc import stopped
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.outputs import StepHandle, StepPlan
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
@@ -310,10 +311,11 @@ class TestDeaths:
         assert "Traceback" not in log
         assert "gloo" not in log
 
-    def test_a_stopped_worker_is_given_up_and_named(self, tmp_path: Path) -> None:
+    def test_a_stopped_worker_is_given_up_and_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
         with running(tmp_path, 2) as workers:
             workers.processes[1].suspend()
-            with pytest.raises(EngineDeadError, match=r"^worker 3.1 was stopped \(SIGSTOP\) for 5 s$"):
+            with pytest.raises(EngineDeadError, match=r"^worker 3.1 was stopped \(SIGSTOP\) for 1 s$"):
                 workers.submit().result()
             assert workers.lost.wait(DEADLINE_S)
-            assert workers.losses == ["worker 3.1 was stopped (SIGSTOP) for 5 s"]
+            assert workers.losses == ["worker 3.1 was stopped (SIGSTOP) for 1 s"]

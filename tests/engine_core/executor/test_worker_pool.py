@@ -18,7 +18,9 @@ from tests.engine_core.worker.conftest import tiny_engine_config
 from tests.support.server import wait_for
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.errors import StartupError
+from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.worker_pool import WorkerPool
+from tokenmill_engine.ipc import stopped
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +84,9 @@ def test_a_worker_ended_by_any_signal_is_lost(number: int, words: str) -> None:
         assert losses[0].startswith(f"worker 1 {words}")
 
 
-def test_a_stopped_worker_is_lost_unless_nobody_is_given_up() -> None:
+def test_a_stopped_worker_is_lost_unless_nobody_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "LOOK_S", 0.2)
+    monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
     lost = threading.Event()
     with waiting_pool(2) as (patient, held), waiting_pool(2) as (pool, processes):
         patient.gives_up = False
@@ -91,7 +95,7 @@ def test_a_stopped_worker_is_lost_unless_nobody_is_given_up() -> None:
         processes[1].suspend()
         pool.watch(lambda _reason: lost.set())
         assert lost.wait(DEADLINE_S)
-        assert pool.lost == "worker 1 was stopped (SIGSTOP) for 5 s"
+        assert pool.lost == "worker 1 was stopped (SIGSTOP) for 1 s"
         assert patient.lost is None
 
 
