@@ -17,9 +17,10 @@ _USAGE = """\
 usage: tokenmill COMMAND [arguments]
 
 commands:
-  serve    serve a model over an OpenAI-compatible HTTP API
-  chat     talk to a running server
-  bench    measure a server (serve), the engine (throughput, latency, scheduler) or both beside a peer (compare)
+  serve        serve a model over an OpenAI-compatible HTTP API
+  chat         talk to a running server
+  complete     let a running server go on with a text
+  bench        measure a server (serve), the engine (throughput, latency, scheduler) or both beside a peer (compare)
 
 `tokenmill COMMAND --help` says more; `tokenmill --version` prints the version.
 """
@@ -27,6 +28,7 @@ commands:
 COMMANDS = {
     "serve": "tokenmill_server.cli.serve",
     "chat": "tokenmill_server.cli.chat",
+    "complete": "tokenmill_server.cli.complete",
     "bench": "tokenmill_server.bench.cli",
 }
 """Command -> module whose `main(arguments)` runs it and returns the exit status."""

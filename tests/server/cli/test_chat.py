@@ -123,7 +123,7 @@ def test_connections_that_end_badly_are_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     """Before the answer begins and in the middle of it; by a reset, and by silence."""
-    monkeypatch.setattr("tokenmill_server.cli.chat._CONNECT_TIMEOUT_S", 1.0 if ending == "silence" else 60.0)
+    monkeypatch.setattr("tokenmill_server.cli.api_client._CONNECT_TIMEOUT_S", 1.0 if ending == "silence" else 60.0)
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     for sent, message in ((b"", "no server answers"), (head, "broke in the middle of the answer")):
         over = threading.Event()
@@ -166,7 +166,7 @@ def test_urls_as_people_write_them(start: Start, capsys: pytest.CaptureFixture[s
     ("arguments", "message"),
     [
         (["--url", "127.0.0.1:9", "--port", "9"], "--url contradicts --host and --port"),
-        (["--quick", " "], "--quick needs a question"),
+        (["--quick", " "], "--quick needs a text"),
         (["--host", "::1", "--port", "9"], "no server answers at http://[::1]:9/v1/models"),
     ],
 )
