@@ -23,14 +23,25 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """End a sequence once a pattern of `min_pattern_size` to `max_pattern_size` tokens has come `min_count` times in a
+    row."""
+
+    max_pattern_size: int
+    """0: never."""
+    min_pattern_size: int = 1
+    min_count: int = 2
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop. Names and defaults are those of the OpenAI API and vLLM.
 
     Fields that end in `_token_ids` hold vocabulary ids. `stop`, `include_stop_str_in_output`, `bad_words`,
-    `skip_special_tokens`, `spaces_between_special_tokens` and `n` are resolved by the front end; the engine
-    sees one request per choice, with `bad_words_token_ids` filled in.
+    `repetition_detection`, `skip_special_tokens`, `spaces_between_special_tokens` and `n` are resolved by the front
+    end; the engine sees one request per choice, with `bad_words_token_ids` filled in.
     """
 
     n: int = 1
@@ -59,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    repetition_detection: RepetitionDetection | None = None
 
 
 class MediaTensor(msgspec.Struct, array_like=True, frozen=True):
@@ -135,7 +147,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Forget these requests. No output follows. `reason` is what metrics count: `abort` when the client went
-    away, `stop` when the front end found a stop string."""
+    away, `stop` or `repetition` when the front end found a stop string or a text that repeats itself."""
 
     request_ids: list[int]
     reason: FinishReason = FinishReason.ABORT

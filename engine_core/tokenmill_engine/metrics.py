@@ -40,7 +40,7 @@ HTTP_DURATION_BUCKETS = (0.1, 0.5, 1.0)
 _FEW_SERIES_BYTES = 256 << 10
 _HISTOGRAM_BYTES = 1 << 20
 """Space for the values of one process; an engine's histograms take about 50 KiB in each namespace."""
-_FINISHED_REASONS = (*(str(reason) for reason in FinishReason), "repetition")
+_FINISHED_REASONS = tuple(str(reason) for reason in FinishReason)
 _REQUEST_SUCCESS = ("request_success_total", "Requests that ended, by reason.")
 _TOKEN_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _WAITING_REASONS = ("capacity", "deferred")

@@ -227,7 +227,8 @@ class TextGenerator:
             if choice is not None:  # else it was aborted while the engine worked on it
                 self._take_tokens(choice, token_ids[start:end], finishes.get(index), logprobs.get(index), step)
             start = end
-        self._client.abort(output.engine, step.stopped, FinishReason.STOP)
+        for reason, request_ids_stopped in step.stopped.items():
+            self._client.abort(output.engine, request_ids_stopped, reason)
         self._tell_queue()
         if self._metrics is not None and step.latencies:
             self._metrics.inter_token_latency[output.engine].observe_many(step.latencies)
@@ -271,7 +272,7 @@ class TextGenerator:
         if choice.finish_reason is not None:
             del self._choices[choice.request_id]
             if stopped:
-                step.stopped.append(choice.request_id)
+                step.stopped.setdefault(choice.finish_reason, []).append(choice.request_id)
             if generation.num_open == 0:
                 self._count_finished(generation, step)
 
@@ -319,7 +320,8 @@ class _Step:
         self.engine = engine
         self.time = now
         self.latencies: list[float] = []
-        self.stopped: list[int] = []
+        self.stopped: dict[FinishReason, list[int]] = {}
+        """Requests that this front end has ended, by why."""
 
 
 def _results(finished: Sequence[tuple[Generation, Collector]]) -> list[RequestOutput]:
@@ -333,7 +335,7 @@ def _engine_requests(
     the time that the others arrive, the engine core has their tensors."""
     request = generation.request
     prompt_token_ids = array("i", request.prompt_token_ids).tobytes()
-    sampling = msgspec.structs.replace(request.sampling, n=1, stop=(), bad_words=())
+    sampling = msgspec.structs.replace(request.sampling, n=1, stop=(), bad_words=(), repetition_detection=None)
     without_sent = tuple(
         item if item.shared is not None else msgspec.structs.replace(item, tensors={}) for item in media
     )

@@ -12,6 +12,7 @@ from tokenmill_engine.messages import Finish, FinishReason, SamplingParams, Toke
 from tokenmill_server.processing.detokenizer import Detokenizer
 from tokenmill_server.processing.generation import GenerationRequest, TokenLogprob
 from tokenmill_server.processing.logprobs import unpack_logprobs
+from tokenmill_server.processing.repetition import RepetitionDetector
 from tokenmill_server.processing.stop_strings import StopStrings
 from tokenmill_server.processing.tokenizer import Tokenizer
 
@@ -100,6 +101,7 @@ class Choice:
     __slots__ = (
         "_detokenizer",
         "_num_hidden",
+        "_repetition",
         "_sampling",
         "_stops",
         "finish_reason",
@@ -125,11 +127,13 @@ class Choice:
         self._detokenizer = Detokenizer(
             tokenizer, sampling.skip_special_tokens, generation.request.prompt_token_ids[-8:]
         )
+        detection = sampling.repetition_detection
+        self._repetition = RepetitionDetector(detection) if detection is not None else None
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
 
     def push(self, token_ids: list[int], finish: Finish | None, logprobs: TokenLogprobs | None) -> bool:
-        """Takes the tokens of one step and tells the listener. Returns whether a stop string ended the choice while
-        the engine still works on it."""
+        """Takes the tokens of one step and tells the listener. Returns whether a stop string or a repetition ended the
+        choice while the engine still works on it."""
         num_visible = len(token_ids)
         if (
             finish is not None
@@ -138,31 +142,35 @@ class Choice:
             and not self._sampling.include_stop_str_in_output
         ):
             num_visible -= 1  # the token that means "stop" is no text
-        if self._stops is None and logprobs is None:
+        repeats = False
+        if self._stops is None and logprobs is None and self._repetition is None:
             self.num_tokens += len(token_ids)
             visible = token_ids if num_visible == len(token_ids) else token_ids[:num_visible]
             text = self._detokenizer.push(visible)
             entries = None
         else:
-            token_ids, text, entries = self._push_each(token_ids, num_visible, logprobs)
+            token_ids, text, entries, repeats = self._push_each(token_ids, num_visible, logprobs)
         stopped = self._stops is not None and self._stops.matched is not None
         if stopped:
             self._end(FinishReason.STOP, self._stops.matched if self._stops is not None else None)
+        elif repeats:
+            text += self._held_back()
+            self._end(FinishReason.REPETITION, None)
         elif finish is not None:
-            if self._stops is not None:
-                text += self._stops.flush()
+            text += self._held_back()
             self.generation.num_preemptions = (self.generation.num_preemptions or 0) + finish.num_preemptions
             self._end(finish.reason, finish.stop_token_id)
         self.generation.listener.on_delta(self, text, token_ids, entries)
-        return stopped and finish is None
+        return (stopped or repeats) and finish is None
 
     def _push_each(
         self, token_ids: list[int], num_visible: int, logprobs: TokenLogprobs | None
-    ) -> tuple[list[int], str, list[TokenLogprob] | None]:
-        """Token by token, where their borders matter. Returns the tokens up to a stop string, their text and their
-        log-probabilities."""
+    ) -> tuple[list[int], str, list[TokenLogprob] | None, bool]:
+        """Token by token, where their borders matter. Returns the tokens up to a stop string or a repetition, their
+        text and their log-probabilities, and whether it is a repetition."""
         entries = None if logprobs is None else unpack_logprobs(logprobs)
         pieces = []
+        repeats = False
         for position, token_id in enumerate(token_ids):
             piece = self._detokenizer.push((token_id,)) if position < num_visible else ""
             self.num_tokens += 1
@@ -171,11 +179,16 @@ class Choice:
             if self._stops is not None:
                 piece = self._stops.push(piece, may_stop=self.num_tokens >= self._sampling.min_tokens)
             pieces.append(piece)
-            if self._stops is not None and self._stops.matched is not None:
+            may_repeat = position < num_visible and self.num_tokens >= self._sampling.min_tokens
+            repeats = self._repetition is not None and self._repetition.push(token_id) and may_repeat
+            if repeats or (self._stops is not None and self._stops.matched is not None):
                 token_ids = token_ids[: position + 1]
                 entries = entries[: position + 1] if entries is not None else None
                 break
-        return token_ids, "".join(pieces), entries
+        return token_ids, "".join(pieces), entries, repeats
+
+    def _held_back(self) -> str:
+        return "" if self._stops is None else self._stops.flush()
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason = reason

@@ -6,7 +6,7 @@ Comparisons are written so that NaN fails them.
 from collections.abc import Collection, Iterable
 
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.messages import RepetitionDetection, SamplingParams
 from tokenmill_server.processing.shown import shown
 
 MAX_CHOICES = 1024
@@ -14,6 +14,8 @@ MAX_CHOICES = 1024
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+MAX_PATTERN_SIZE = 256
+"""Of `repetition_detection`: each size is a comparison for every token."""
 MAX_BAD_WORDS_CHARS = 8192
 """Of all together: they are tokenized while other requests wait."""
 
@@ -31,6 +33,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int, max_logprobs: int)
     """Raises InvalidRequestError naming the first parameter that is out of range. `max_logprobs` -1: no limit."""
     _check_numbers(sampling)
     _check_lengths(sampling)
+    _check_repetition(sampling.repetition_detection)
     _check_logprobs(sampling.logprobs, "logprobs", vocab_size, max_logprobs)
     _check_logprobs(sampling.prompt_logprobs, "prompt_logprobs", vocab_size, max_logprobs)
     _check_token_set(sampling.stop_token_ids, vocab_size, "stop_token_ids")
@@ -136,6 +139,17 @@ def _check_lengths(sampling: SamplingParams) -> None:
         raise InvalidRequestError(
             f"all bad_words together may have at most {MAX_BAD_WORDS_CHARS} characters", "bad_words"
         )
+
+
+def _check_repetition(detection: RepetitionDetection | None) -> None:
+    if detection is None:
+        return
+    param = "repetition_detection"
+    if not isinstance(detection, RepetitionDetection):
+        raise InvalidRequestError(f"{param} must be a RepetitionDetection, got {shown(detection)}", param)
+    _integer(detection.max_pattern_size, f"{param}.max_pattern_size", 1, MAX_PATTERN_SIZE)
+    _integer(detection.min_pattern_size, f"{param}.min_pattern_size", 1, detection.max_pattern_size)
+    _integer(detection.min_count, f"{param}.min_count", 2, _INT64_MAX)
 
 
 def _check_logprobs(value: int | None, param: str, vocab_size: int, max_logprobs: int) -> None:

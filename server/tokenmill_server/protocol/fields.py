@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.messages import RepetitionDetection, SamplingParams
 from tokenmill_server.processing.input_processor import Truncation
 from tokenmill_server.processing.shown import shown
 
@@ -54,6 +54,26 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionFields(BaseModel):
+    """As in `messages.RepetitionDetection`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    max_pattern_size: Int = 0
+    min_pattern_size: Int = 0
+    min_count: Int = 0
+
+    def detection(self) -> RepetitionDetection | None:
+        """What to look for, if anything."""
+        if self.max_pattern_size == 0:
+            return None
+        return RepetitionDetection(
+            max_pattern_size=self.max_pattern_size,
+            min_pattern_size=self.min_pattern_size or 1,
+            min_count=self.min_count or 2,
+        )
+
+
 class GenerationFields(BaseModel):
     """What chat and completions have in common. None means: not given."""
 
@@ -90,6 +110,7 @@ class GenerationFields(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    repetition_detection: RepetitionFields | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -147,6 +168,7 @@ class GenerationFields(BaseModel):
             bad_words=tuple(self.bad_words or ()),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            repetition_detection=None if self.repetition_detection is None else self.repetition_detection.detection(),
         )
 
 
@@ -205,7 +227,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "length_penalty": _is_default(1.0),
     "early_stopping": _is_default(False),
     "logprob_token_ids": _is_default([]),
-    "repetition_detection": _is_default(),
     "thinking_token_budget": _is_default(-1),
     "include_reasoning": _is_default(True),
     "chat_template": _is_default(),

@@ -106,6 +106,11 @@ def test_special_tokens_are_hidden_unless_asked_for(client: httpx.Client) -> Non
         *[("truncation_side", value) for value in ("top",)],
         *[("priority", value) for value in (1, "x", 2**63)],
         *[("echo", value) for value in ("yes",)],
+        *[
+            ("repetition_detection", {"max_pattern_size": 4} | value)
+            for value in ({"max_pattern_size": 257}, {"min_pattern_size": 5}, {"min_count": 1}, {"min_cuont": 3})
+        ],
+        *[("repetition_detection", value) for value in (3, {"max_pattern_size": -1})],
     ],
 )
 def test_refused_by_name(client: httpx.Client, path: str, param: str, value: Any) -> None:
@@ -151,7 +156,6 @@ def test_numbers_that_are_none(client: httpx.Client, field: str, literal: str) -
         ("modalities", ["text", "audio"]),
         ("logprob_token_ids", [1]),
         ("thinking_token_budget", 5),
-        ("repetition_detection", {"min_count": 2}),
         ("mm_processor_kwargs", {"a": 1}),
     ],
 )

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.messages import RepetitionDetection, SamplingParams
 from tokenmill_server.processing.sampling_checks import (
     check_num_prompt_logprobs,
     check_sampling,
@@ -29,6 +29,7 @@ def check(max_logprobs: int = 20, **fields: Any) -> None:
         {"logit_bias": {0: 100.0, 99: -100.0}, "allowed_token_ids": (0, 99), "stop_token_ids": (99,)},
         {"logprobs": 0, "prompt_logprobs": 20},
         {"n": 3, "temperature": 0.0},
+        {"repetition_detection": RepetitionDetection(max_pattern_size=256, min_pattern_size=256)},
         {"stop": ("x" * 1024,), "bad_words": ("x" * 256,) * 32, "spaces_between_special_tokens": True},
     ],
 )
@@ -119,3 +120,8 @@ def test_prompt_logprobs_of_one_reply() -> None:
         with pytest.raises(InvalidRequestError, match="more than the limit of 3000000") as caught:
             check_num_prompt_logprobs(num_tokens, sampling, "prompt_logprobs")
         assert caught.value.param == "prompt_logprobs"
+
+
+def test_repetition_detection_is_no_dict() -> None:
+    with pytest.raises(InvalidRequestError, match="must be a RepetitionDetection, got"):
+        check(repetition_detection={"max_pattern_size": 3})
