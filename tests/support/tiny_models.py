@@ -161,6 +161,14 @@ def write_tokenizer(folder: Path) -> None:
 
 
 @cache
+def add_special_tokens(folder: Path, *tokens: str) -> None:
+    """To the tokenizer in `folder`."""
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens(list(tokens))
+    tokenizer.save(path)
+
+
 def tokenizer_json() -> str:
     """A byte-level BPE trained on a few sentences; its vocabulary is smaller than `VOCAB_SIZE`."""
     tokenizer = Tokenizer(models.BPE())

@@ -15,6 +15,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.messages import MediaItem, SamplingParams
 from tokenmill_server.processing.chat_template import ChatTemplate, Message, text_of_message
+from tokenmill_server.processing.fill_in_middle import find_fill_in_middle
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.media_supply import MediaSupply
 from tokenmill_server.processing.sampling_checks import (
@@ -79,6 +80,8 @@ class InputProcessor:
         self.vocab_size = config.model.architecture.vocab_size
         self.template_variables: Set[str] = frozenset() if template is None else template.variables
         """Names that the chat template reads from outside."""
+        self.fill_in_middle = find_fill_in_middle(tokenizer)
+        """How the model is asked for the middle of a text; None: it does not know that."""
         self._max_logprobs = config.model.max_logprobs
         self._eos_token_ids = config.model.eos_token_ids
         self._priorities = config.scheduler.policy == "priority"

@@ -15,6 +15,8 @@ class CompletionRequest(GenerationFields):
     prompt: Any = None
     """str, list of str, list of token ids, or list of lists of token ids."""
     logprobs: Int | None = None
+    suffix: str | None = None
+    """What comes after the text that is to be written."""
 
     def prompts(self) -> list[str] | list[list[int]]:
         """All prompts. Raises InvalidRequestError for anything else than the four forms."""

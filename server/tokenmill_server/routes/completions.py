@@ -116,9 +116,27 @@ async def _encode(call: Call, fields: CompletionRequest) -> list[Prompt]:
             texts.append(prompt)
         else:
             prompts.append(inputs.take_token_ids(prompt, truncation))
+    if fields.suffix:
+        texts = _filled_in(call, fields, texts)
     if texts:
         return await inputs.encode_texts(texts, fields.add_special_tokens is not False, truncation)
     return prompts
+
+
+def _filled_in(call: Call, fields: CompletionRequest, texts: list[str]) -> list[str]:
+    """Prompts for what stands between `texts` and the suffix. Raises InvalidRequestError if that cannot be asked."""
+    form = call.context.inputs.fill_in_middle
+    if form is None:
+        raise InvalidRequestError(
+            "suffix is not supported: this model has no tokens for filling in the middle of a text",
+            "suffix",
+            "unsupported_parameter",
+        )
+    if not texts:
+        raise InvalidRequestError("suffix needs prompts of text, not of token ids", "suffix")
+    if fields.echo:
+        raise InvalidRequestError("suffix and echo exclude each other: the text would not be in order", "suffix")
+    return [form.prompt(text, fields.suffix or "") for text in texts]
 
 
 def _choices(outputs: Sequence[RequestOutput], fields: CompletionRequest, job: _Job) -> list[Json]:
