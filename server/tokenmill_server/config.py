@@ -51,6 +51,11 @@ class ServerConfig:
     """Replies tell how long their parts took."""
     strict_fields: bool = False
     """Fields without effect are refused."""
+    enable_auto_tool_choice: bool = True
+    tool_call_parser: str | None = None
+    """Of the calls that the model writes (`parsing.registry`); None: it writes none that are known."""
+    exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str | None = None
     media: MediaSettings = field(default_factory=MediaSettings)
 
 

@@ -29,6 +29,7 @@ from tokenmill_server.llm_inputs import (
     naming_prompt,
     priorities_of,
     sampling_of,
+    template_variables_of,
 )
 from tokenmill_server.llm_outputs import RequestOutput, public_output
 from tokenmill_server.media_segments import create_segments, open_store
@@ -120,15 +121,19 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         media_io_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several; otherwise like `generate`. `max_tokens` None means: as many as fit. How
-        images and videos are read and prepared may be said as by the flags of these names."""
+        images and videos are read and prepared may be said as by the flags of these names. `tools` are shown to the
+        model; calls of them are in the text."""
         options = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            template_variables=chat_template_kwargs or {},
+            template_variables=template_variables_of(
+                chat_template_kwargs, tools, self.input_processor.template_variables
+            ),
         )
         wishes = self._wishes(media_io_kwargs, mm_processor_kwargs)
         items = [

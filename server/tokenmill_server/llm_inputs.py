@@ -5,7 +5,7 @@ A wrong type is a TypeError with a sentence. Ranges are checked where those of H
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -20,6 +20,8 @@ from tokenmill_server.multimodal.wishes import MediaWishes
 from tokenmill_server.processing.chat_template import Message
 from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.shown import shown
+from tokenmill_server.processing.tool_history import check_history
+from tokenmill_server.protocol.tools import read_tool_use
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +172,7 @@ def _conversation(conversation: object, parts: MediaParts) -> Conversation:
     for index, message in enumerate(conversation):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequestError("every message is a mapping with a `role`", f"messages[{index}]")
+        message = check_history(dict(message), f"messages[{index}]")
         content = parts.content(message.get("content"), f"messages[{index}].content")
         checked.append({**message, "content": content})
     if not checked:
@@ -177,6 +180,25 @@ def _conversation(conversation: object, parts: MediaParts) -> Conversation:
     if parts.ignored:
         logger.warning("keys of content parts without effect: %s", ", ".join(parts.ignored))
     return Conversation(checked, parts.sources)
+
+
+def template_variables_of(
+    given: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None, known: Set[str]
+) -> dict[str, Any]:
+    """What a chat template sees beside the messages. `known`: names that the model's template reads.
+
+    Raises:
+        TypeError: something else was given.
+        InvalidRequestError: a tool is malformed, or the template has no tools.
+    """
+    variables = dict(given or {})
+    if tools is None:
+        return variables
+    if not _is_list(tools) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise TypeError(f"tools must be a list of dicts; got {_type_name(tools)}")
+    if read_tool_use([dict(tool) for tool in tools], None, None) is not None and "tools" not in known:
+        raise InvalidRequestError("this model's chat template has no tools", "tools", "unsupported_parameter")
+    return {**variables, "tools": list(tools)}
 
 
 def sampling_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -7,7 +7,15 @@ from PIL import Image
 
 from tokenmill import SamplingParams
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_server.llm_inputs import Conversation, Item, conversations_of, items_of, priorities_of, sampling_of
+from tokenmill_server.llm_inputs import (
+    Conversation,
+    Item,
+    conversations_of,
+    items_of,
+    priorities_of,
+    sampling_of,
+    template_variables_of,
+)
 from tokenmill_server.multimodal.parts import ImageSource, MediaParts
 
 
@@ -155,3 +163,24 @@ def test_keys_of_parts_without_effect_are_told(caplog: pytest.LogCaptureFixture)
     part = {"type": "text", "text": "Hi", "txet": "Hi"}
     conversations_of([{"role": "user", "content": [part]}], parts)  # type: ignore[list-item]
     assert "keys of content parts without effect: messages[0].content[0].txet" in caplog.text
+
+
+def test_tools() -> None:
+    tool = {"type": "function", "function": {"name": "now"}}
+    assert template_variables_of({"a": 1}, [tool], {"tools"}) == {"a": 1, "tools": [tool]}
+    assert template_variables_of(None, None, set()) == {}
+    with pytest.raises(InvalidRequestError, match="template has no tools"):
+        template_variables_of(None, [tool], {"messages"})
+    with pytest.raises(InvalidRequestError, match="the name of a function"):
+        template_variables_of(None, [{"function": {}}], {"tools"})
+    with pytest.raises(TypeError, match="tools must be a list of dicts; got dict"):
+        template_variables_of(None, tool, {"tools"})  # type: ignore[arg-type]
+
+
+def test_calls_in_conversations() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    (conversation,) = conversations_of(messages, parts)
+    assert conversation.messages[1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+    with pytest.raises(InvalidRequestError, match=r"prompt 0: a call has the name .*\(at messages\[1\]\.tool_calls"):
+        conversations_of([messages[0], {"role": "assistant", "tool_calls": [{"function": {}}]}], parts)

@@ -26,6 +26,7 @@ from tokenmill_server.flags.api_servers import default_api_servers
 from tokenmill_server.flags.data_parallel import resolve_data_parallel
 from tokenmill_server.flags.encoder import check_encoder, with_wanted_media
 from tokenmill_server.flags.media_settings import resolve_media, resolve_placement
+from tokenmill_server.flags.parser_choice import resolve_parsers
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.flags.workers import engines_flag, resolve_workers
@@ -252,13 +253,15 @@ def _observability_config(values: FlagValues, model_name: str) -> ObservabilityC
 def _server_config(
     values: FlagValues, files: ModelFiles, names: tuple[str, ...], api_server_count: int
 ) -> ServerConfig:
+    template = _chat_template(values)
     return ServerConfig(
         **_section(
             values,
             "server",
+            **resolve_parsers(values, files.chat_template if template is None else template),
             served_model_names=names,
             api_server_count=api_server_count,
-            chat_template=_chat_template(values),
+            chat_template=template,
             default_sampling=_default_sampling(values, files),
             log_level=values["log_level"],
             media=resolve_media(_section(values, "media"), files, values.stated("allowed_local_media_path")),

@@ -23,6 +23,7 @@ from tokenmill_server.flags.parsers import (
     text,
     text_list,
 )
+from tokenmill_server.flags.parsing import PARSING
 from tokenmill_server.flags.video import VIDEO
 
 _DTYPES = one_of("auto", "float32", "bfloat16", "float16", aliases={"half": "float16", "float": "float32"})
@@ -367,6 +368,19 @@ _OBSERVABILITY = (
     ),
 )
 
-_GROUPS = (_MODEL, _FRONTEND, HTTP, PARALLEL, FAULTS, _CACHE, _SCHEDULER, MEDIA, VIDEO, _DEVICE, _OBSERVABILITY)
+_GROUPS = (
+    _MODEL,
+    _FRONTEND,
+    HTTP,
+    PARSING,
+    PARALLEL,
+    FAULTS,
+    _CACHE,
+    _SCHEDULER,
+    MEDIA,
+    VIDEO,
+    _DEVICE,
+    _OBSERVABILITY,
+)
 FLAGS = MappingProxyType({flag.key: flag for group in _GROUPS for flag in group})
 """Every flag by its Python name, in the order of `--help`. `--config` is not among them: it names a source of flags."""

@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -18,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill_engine.errors import ConfigError, InvalidRequestError
 from tokenmill_server.processing.shown import shown
+from tokenmill_server.processing.tool_history import HistoryShape, probe_shape
 
 Message = dict[str, Any]
 
@@ -43,6 +45,7 @@ class ChatTemplate:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._knows_developer = "developer" in source
+        self._needs_lists = False
         self._needs_lists = self._shows(_PROBE_LIST) and not self._shows(_PROBE)
         """It leaves out what is not in a list of parts, as templates of some models with images do."""
 
@@ -56,6 +59,8 @@ class ChatTemplate:
         Raises InvalidRequestError, with the template's own words, if the template rejects the conversation.
         """
         shown = messages if self._knows_developer else [_without_developer_role(message) for message in messages]
+        if any(message.get("content") is None or message.get("tool_calls") is not None for message in shown):
+            shown = [self._history_shape.fit(message) for message in shown]
         if self._needs_lists:
             shown = [_with_parts(message) for message in shown]
         given = {"messages": shown, "add_generation_prompt": add_generation_prompt}
@@ -66,14 +71,22 @@ class ChatTemplate:
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(f"the chat template fails on this conversation: {error}", "messages") from error
 
+    @cached_property
+    def _history_shape(self) -> HistoryShape:
+        return probe_shape(self._try)
+
     def _shows(self, content: Any) -> bool:
         """Whether a message with this content leaves a trace."""
-        message = {"role": "user", "content": content}
-        given = {"messages": [message], "add_generation_prompt": False}
+        return _PROBE in (self._try([{"role": "user", "content": content}]) or "")
+
+    def _try(self, messages: list[Message]) -> str | None:
+        """The prompt; None if the template fails."""
+        if self._needs_lists:
+            messages = [_with_parts(message) for message in messages]
         try:
-            return _PROBE in self._template.render({**self._tokens, **given})
+            return self._template.render({**self._tokens, "messages": messages, "add_generation_prompt": False})
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
-            return False
+            return None
 
     def render_continuation(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
         """The prompt that ends with exactly the text of the last message, so that generation carries it on.
@@ -107,8 +120,10 @@ def _with_parts(message: Message) -> Message:
 
 
 def text_of_message(message: Message) -> str:
-    """All text of a message's content."""
+    """All text of a message's content; none beside calls that have no content."""
     content = message["content"]
+    if content is None:
+        return ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 

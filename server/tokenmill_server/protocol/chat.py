@@ -8,10 +8,11 @@ from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.processing.chat_template import RESERVED_NAMES, Message
 from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.shown import shown
+from tokenmill_server.processing.tool_history import check_history
 from tokenmill_server.protocol.fields import GenerationFields, Int, List
 from tokenmill_server.protocol.tokenize import TokenizeRequest
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_PARTS = 10_000
 """Of all messages of a request together: as many take some 40 ms, during which other requests wait."""
 
@@ -32,8 +33,11 @@ class ChatRequest(GenerationFields):
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_prompt_text: bool | None = None
+    tools: List[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """Without tools there are no calls to be parallel."""
+    include_reasoning: bool | None = None
 
     def num_top_logprobs(self) -> int | None:
         """How many alternatives to report per token; None for no log-probabilities at all."""
@@ -55,7 +59,7 @@ def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set
     Raises InvalidRequestError for a reasoning effort that the template does not know: it would be without effect.
     """
     variables = dict(request.chat_template_kwargs or {})
-    reserved = {"messages", "add_generation_prompt"} & variables.keys()
+    reserved = {"messages", "add_generation_prompt", "tools"} & variables.keys()
     if reserved:
         raise InvalidRequestError(f"{min(reserved)} has a field of its own", "chat_template_kwargs")
     if names := RESERVED_NAMES & variables.keys():
@@ -103,12 +107,11 @@ def _check_num_parts(messages: list[dict[str, Any]]) -> None:
 
 def _parse_message(message: dict[str, Any], path: str, parts: MediaParts) -> Message:
     role = message.get("role")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        raise InvalidRequestError("tool calls are not supported by this server", path, "unsupported_parameter")
     if role not in _ROLES:
         raise InvalidRequestError(f"role must be one of {', '.join(_ROLES)}, got {shown(role)}", f"{path}.role")
+    message = check_history(message, path)
     content = parts.content(message.get("content"), f"{path}.content")
-    if content is None:
+    if content is None and not (message.get("tool_calls") or message.get("reasoning")):
         raise InvalidRequestError("content is missing", f"{path}.content")
     extra = {name: value for name, value in message.items() if value is not None}
     return {**extra, "role": role, "content": content}

@@ -40,6 +40,8 @@ class StreamSession:
         self.buffer = buffer
         self.options = options
         self.generations: list[Generation] = []
+        self.num_reasoning_tokens: Callable[[], int] | None = None
+        """How many of the tokens so far are thinking, if somebody looks for it."""
         self._head = head
         self._kind = kind
         self._num_open = 0
@@ -66,6 +68,7 @@ class StreamSession:
             prompt_tokens=sum(len(generation.request.prompt_token_ids) for generation in self.generations),
             completion_tokens=sum(generation.num_tokens for generation in self.generations),
             cached_tokens=sum(generation.num_cached_tokens for generation in self.generations),
+            reasoning_tokens=None if self.num_reasoning_tokens is None else self.num_reasoning_tokens(),
         )
 
     def chunk(self, choice: Json, extra: Json | None = None) -> bytes:
@@ -199,18 +202,18 @@ class ChatShape:
 
     def __init__(self, formatter: LogprobFormatter, echo: str = "", opening: Json | None = None) -> None:
         """`opening`: more fields of the first chunk of each choice."""
-        self._formatter = formatter
-        self._echo = echo
-        self._opening = opening or {}
+        self.formatter = formatter
+        self.echo = echo
+        self.opening = opening or {}
 
     def start(self, session: StreamSession, index: int, state: ChoiceState, choice: Choice) -> bytes:
-        extra = dict(self._opening)
+        extra = dict(self.opening)
         if session.options.return_token_ids:
             extra["prompt_token_ids"] = list(choice.generation.request.prompt_token_ids)
         body: Json = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         events = session.chunk(body, extra)
-        if self._echo:
-            events += session.chunk({"index": index, "delta": {"content": self._echo}, "finish_reason": None})
+        if self.echo:
+            events += session.chunk({"index": index, "delta": {"content": self.echo}, "finish_reason": None})
         return events
 
     def choice(self, index: int, state: ChoiceState, with_token_ids: bool) -> Json:
@@ -219,7 +222,7 @@ class ChatShape:
             "delta": {"content": state.text} if state.text or state.logprobs or with_token_ids else {},
         }
         if state.logprobs:
-            body["logprobs"] = self._formatter.chat(state.logprobs)
+            body["logprobs"] = self.formatter.chat(state.logprobs)
         if with_token_ids:
             body["token_ids"] = state.token_ids
         return body

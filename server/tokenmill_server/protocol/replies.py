@@ -1,7 +1,7 @@
 """The JSON bodies of answers that are not streamed, as plain dicts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill_server.processing.generation import CompletionOutput, RequestOutput
@@ -28,14 +28,19 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
+    """Of the completion tokens; None if nobody looks for them."""
 
     def body(self) -> Json:
-        return {
+        body: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            body["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return body
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
@@ -47,11 +52,17 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
 
 
 def chat_reply(
-    head: ReplyHead, output: RequestOutput, formatter: LogprobFormatter, echo: str, return_token_ids: bool
+    head: ReplyHead,
+    output: RequestOutput,
+    formatter: LogprobFormatter,
+    choice_body: Callable[[CompletionOutput], Json],
+    *,
+    return_token_ids: bool,
+    reasoning_tokens: int | None = None,
 ) -> Json:
-    """A `chat.completion`. `echo` is put before every choice's text."""
-    choices = [_chat_choice(choice, formatter, echo, return_token_ids) for choice in output.outputs]
-    reply = _reply(head, "chat.completion", choices, usage_of([output]))
+    """A `chat.completion`."""
+    usage = replace(usage_of([output]), reasoning_tokens=reasoning_tokens)
+    reply = _reply(head, "chat.completion", [choice_body(choice) for choice in output.outputs], usage)
     if output.prompt_logprobs is not None:
         reply["prompt_logprobs"] = formatter.prompt(output.prompt_logprobs)
     if return_token_ids:
@@ -76,7 +87,8 @@ def _reply(head: ReplyHead, kind: str, choices: list[Json], usage: Usage) -> Jso
     }
 
 
-def _chat_choice(choice: CompletionOutput, formatter: LogprobFormatter, echo: str, return_token_ids: bool) -> Json:
+def chat_choice(choice: CompletionOutput, formatter: LogprobFormatter, echo: str, return_token_ids: bool) -> Json:
+    """A choice of a `chat.completion` whose text is the answer. `echo` is put before it."""
     body: Json = {
         "index": choice.index,
         "message": {"role": "assistant", "content": echo + choice.text, "refusal": None},

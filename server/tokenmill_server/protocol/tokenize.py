@@ -22,6 +22,8 @@ class TokenizeRequest(BaseModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: List[dict[str, Any]] | None = None
+    tools: List[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None

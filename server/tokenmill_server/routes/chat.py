@@ -1,23 +1,27 @@
 """POST /v1/chat/completions"""
 
-from typing import Any
-
 from fastapi import Request
 from starlette.responses import Response
 
+from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.deadlines import in_time
 from tokenmill_server.multimodal.media_request import MediaRequest
+from tokenmill_server.parsing.plan import OutputPlan
 from tokenmill_server.processing.chat_template import text_of_message
+from tokenmill_server.processing.generation import CompletionOutput, GenerationRequest
 from tokenmill_server.processing.input_processor import InputProcessor, Prompt
 from tokenmill_server.processing.sampling_checks import check_num_prompt_logprobs
 from tokenmill_server.protocol.chat import ChatRequest, parse_messages
 from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
 from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
-from tokenmill_server.protocol.replies import chat_reply
+from tokenmill_server.protocol.parsed_chat import ParsedChat, ParsedChoiceStream
+from tokenmill_server.protocol.replies import Json, chat_choice, chat_reply
+from tokenmill_server.protocol.tools import read_tool_use
 from tokenmill_server.routes.bodies import large_json_reply
 from tokenmill_server.routes.ignored import note_ignored
+from tokenmill_server.routes.output_plan import plan_output, showing_tags, tools_without_effect, with_tools
 from tokenmill_server.routes.replying import while_connected
-from tokenmill_server.routes.requests import api_key_of, open_call
+from tokenmill_server.routes.requests import Call, api_key_of, open_call
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -27,7 +31,11 @@ async def create_chat_completion(request: Request) -> Response:
     media, parts = call.context.media, call.context.media_parts()
     messages = parse_messages(fields.messages, parts)
     note_ignored(call.context, call.headers, parts.ignored)
-    options = call.context.chat_options(fields)
+    tools = read_tool_use(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    if tools is not None and tools.choice in ("required", "named"):
+        raise InvalidRequestError("tool_choice may be auto or none here", "tool_choice", "unsupported_parameter")
+    options = with_tools(call.context, call.context.chat_options(fields), tools)
+    note_ignored(call.context, call.headers, tools_without_effect(options, tools))
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:
         limit = min(defaults["max_tokens"], inputs.max_model_len)  # the model's own default may exceed what fits here
@@ -47,9 +55,10 @@ async def create_chat_completion(request: Request) -> Response:
         parts.sources.clear()
     else:
         prompt = await inputs.encode_chat(messages, options, fields.truncation())
+    plan = plan_output(call.context, fields, tools, messages, prompt.text or "")
     generation_request = inputs.build(
         prompt,
-        sampling,
+        showing_tags(sampling, plan, inputs.tokenizer),
         label=call.request_id,
         arrival_time=call.arrival_time,
         priority=call.priority,
@@ -57,22 +66,43 @@ async def create_chat_completion(request: Request) -> Response:
         deadline=call.deadline,
     )
     check_num_prompt_logprobs(len(prompt.token_ids), generation_request.sampling, "prompt_logprobs")
-    head = call.head("chatcmpl")
-    formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
     echo = text_of_message(messages[-1]) if fields.echo and messages[-1]["role"] == "assistant" else ""
-    extra: dict[str, Any] = {"prompt_text": _prompt_text(inputs, prompt, fields)} if fields.return_prompt_text else {}
+    extra: Json = {"prompt_text": _prompt_text(inputs, prompt, fields)} if fields.return_prompt_text else {}
+    formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
+    return await _answer(call, fields, generation_request, plan, ChatShape(formatter, echo, extra))
+
+
+async def _answer(
+    call: Call, fields: ChatRequest, request: GenerationRequest, plan: OutputPlan | None, shape: ChatShape
+) -> Response:
+    """As the client wants it: streamed or whole, parsed or as it is."""
+    tokenizer, head = call.context.inputs.tokenizer, call.head("chatcmpl")
+    parsed = None if plan is None else ParsedChat(plan, shape.formatter, tokenizer.token_bytes)
+    num_choices, with_token_ids = request.sampling.n, bool(fields.return_token_ids)
     if fields.stream:
         session = call.session(fields, head, "chat.completion.chunk")
-        shape = ChatShape(formatter, echo, extra)
-        return call.stream(session, [generation_request], lambda _: ChoiceStream(session, shape, sampling.n))
-    (output,) = await call.complete([generation_request])
-    return await large_json_reply(
-        lambda: (
-            chat_reply(head, output, formatter, echo, bool(fields.return_token_ids)) | extra | call.metrics([output])
-        ),
-        num_logprobs([output]),
-        call.headers,
-    )
+        if parsed is not None:
+            return call.stream(session, [request], lambda _: ParsedChoiceStream(session, shape, parsed, num_choices))
+        return call.stream(session, [request], lambda _: ChoiceStream(session, shape, num_choices))
+    (output,) = await call.complete([request])
+
+    def body_of(choice: CompletionOutput) -> Json:
+        if parsed is not None:
+            return parsed.choice(choice, shape.echo, with_token_ids)
+        return chat_choice(choice, shape.formatter, shape.echo, with_token_ids)
+
+    def reply() -> Json:
+        body = chat_reply(
+            head,
+            output,
+            shape.formatter,
+            body_of,
+            return_token_ids=with_token_ids,
+            reasoning_tokens=None if parsed is None else parsed.reasoning_tokens(output.outputs),
+        )
+        return body | shape.opening | call.metrics([output])
+
+    return await large_json_reply(reply, num_logprobs([output]), call.headers)
 
 
 def _prompt_text(inputs: InputProcessor, prompt: Prompt, fields: ChatRequest) -> str:

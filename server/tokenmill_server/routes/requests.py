@@ -14,8 +14,9 @@ from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.context import ServerContext, context_of
 from tokenmill_server.deadlines import TIMEOUT_HEADER
 from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
+from tokenmill_server.processing.output_processor import OutputListener
 from tokenmill_server.processing.sse import EventBuffer
-from tokenmill_server.protocol.chunks import ChoiceStream, StreamOptionsInEffect, StreamSession
+from tokenmill_server.protocol.chunks import StreamOptionsInEffect, StreamSession
 from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.routes.bodies import ModelT, parse, read_json
@@ -85,7 +86,7 @@ class Call:
         self,
         session: StreamSession,
         requests: Sequence[GenerationRequest],
-        listener: Callable[[int], ChoiceStream],
+        listener: Callable[[int], OutputListener],
     ) -> Response:
         """Starts the generation of every prompt; `listener(i)` gets the output of the i-th."""
         generator = self.context.generator

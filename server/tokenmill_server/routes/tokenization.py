@@ -14,8 +14,10 @@ from tokenmill_server.processing.sampling_checks import check_token_ids
 from tokenmill_server.protocol.chat import parse_messages
 from tokenmill_server.protocol.fields import ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from tokenmill_server.protocol.tools import read_tool_use
 from tokenmill_server.routes.bodies import json_reply, parse, read_json
 from tokenmill_server.routes.ignored import note_ignored
+from tokenmill_server.routes.output_plan import with_tools
 from tokenmill_server.routes.replying import while_connected
 from tokenmill_server.routes.requests import api_key_of
 
@@ -59,7 +61,8 @@ async def _encode_chat(
     """Images and videos are fetched, since their sizes count; then the prompt must fit, as in the chat route."""
     context = context_of(request)
     media = context.media
-    options = context.chat_options(fields)
+    tools = read_tool_use(fields.tools, fields.tool_choice, None)
+    options = with_tools(context, context.chat_options(fields), tools)
     wishes = context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
     if media is None or not parts.sources:
         text = await context.inputs.chat_text(messages, options)

@@ -185,8 +185,21 @@ def test_content_parts_and_developer_role(client: httpx.Client, tokenizer: Token
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages[0].content[0].type",
         ),
-        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0]"),
-        ([USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages[1]"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0].tool_call_id"),
+        ([{"role": "function", "content": "x", "name": "f"}], "messages[0].role"),
+        ([USER, {"role": "assistant", "tool_calls": []}], "messages[1].content"),
+        ([USER, {"role": "assistant", "tool_calls": {"id": "1"}}], "messages[1].tool_calls"),
+        ([USER, {"role": "assistant", "tool_calls": [5]}], "messages[1].tool_calls[0]"),
+        ([USER, {"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[1].tool_calls[0].function"),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[1].tool_calls[0].function.name"),
+        ([USER, {"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[1].tool_calls[0].type"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}],
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        ([USER, {"role": "assistant", "function_call": {"name": "f"}}], "messages[1].function_call"),
+        ([USER, {"role": "assistant", "content": "x", "reasoning": 5}], "messages[1].reasoning"),
+        ([USER | {"tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
     ],
 )
 def test_malformed_messages(client: httpx.Client, messages: Any, param: str) -> None:
