@@ -78,6 +78,7 @@ class TestDefault:
         assert take_all(make_budget(config(100)), 10, 100, [(9000, 0)]) == [54]
         assert take_all(make_budget(config(40)), 1, 100, [(9000, 0)]) == [39]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("input_len", "output_len", "num_clients"), [(1024, 128, 128), (128, 64, 256)])
     def test_throughput_is_within_one_percent_of_the_best_budget_and_streams_are_evener(
         self, input_len: int, output_len: int, num_clients: int

@@ -168,6 +168,7 @@ def closed_loop(
 
 
 class TestUnderLoad:
+    @pytest.mark.slow
     @pytest.mark.parametrize("effects", EFFECTS.values(), ids=EFFECTS)
     def test_nothing_that_a_loaded_card_does_moves_it(self, effects: Effects) -> None:
         loop = closed_loop(H100_8B_FLAT, H100_8B_FLAT.prefill_costs(SIZES, PROMPT_LEN), effects)
@@ -181,6 +182,7 @@ class TestUnderLoad:
         fixed = closed_loop(H100_8B_FLAT, (), explicit=1024)
         assert ours.tokens_per_s > 0.995 * fixed.tokens_per_s
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("size", "factor"), [(512, 0.9), (512, 1.1), (1024, 0.9), (2048, 0.9), (4096, 0.9)])
     @pytest.mark.parametrize("costs", [H100_8B, H100_8B_FLAT])
     def test_a_start_that_is_wrong_by_a_tenth_is_corrected(self, costs: Costs, size: int, factor: float) -> None:

@@ -45,6 +45,7 @@ def test_one_stage_has_as_many_steps_under_way_as_ever() -> None:
     assert [steps_under_way(4, is_async) for is_async in (False, True)] == [4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_streams", [5, 7, 16, 33])
 def test_streams_are_spread_evenly_and_every_stage_is_busy(num_stages: int, num_streams: int) -> None:

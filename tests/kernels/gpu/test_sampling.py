@@ -127,6 +127,7 @@ def test_every_kind_of_search_is_taken() -> None:
     assert workspace.num_listed[[0, 1, 2, 4], 0].max() <= search.LIST_SIZE.value
 
 
+@pytest.mark.slow
 def test_more_ties_than_the_list_holds() -> None:
     vocab_size = 9001
     params = [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.1}, {"min_p": 0.3, "top_p": 0.9}]

@@ -224,6 +224,7 @@ def test_a_process_that_is_killed_while_idle(processor: ImageProcessor, pool: Im
     assert prepare(pool) == in_thread(processor)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every image is prepared or refused with a reason, and nothing is left behind."""
     monkeypatch.setattr(image_processes, "_RETRY_S", 0.0)
@@ -259,6 +260,7 @@ def test_killed_at_any_moment(processor: ImageProcessor, monkeypatch: pytest.Mon
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs(processor: ImageProcessor) -> None:
     pool = ImageProcesses(processor, 1, timeout_s=3.0)
     wait_for(lambda: starts(pool), PATIENCE_S, "a process that starts in time")
@@ -282,6 +284,7 @@ def starts(pool: ImageProcesses) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_memory(pool: ImageProcesses) -> None:
     """A file cannot make its decoder take more than was reserved for it."""
     prepare(pool)
