@@ -8,13 +8,14 @@ import math
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.errors import EngineDeadError, EngineError, RequestError
+from tokenmill_engine.errors import EngineDeadError, EngineError, RequestError, TokenmillError
 from tokenmill_engine.ipc.ids import client_of, incarnation_of, is_of
 from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.kv_cache.manager import KVCacheManager
@@ -35,7 +36,7 @@ from tokenmill_engine.messages import (
 from tokenmill_engine.metrics import EngineMetrics
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
 from tokenmill_engine.reports import Output, Reporter
-from tokenmill_engine.request import Request, RequestLimits, build_request
+from tokenmill_engine.request import Request, RequestLimits, RequestState, build_request
 from tokenmill_engine.scheduler.budget import make_budget
 from tokenmill_engine.scheduler.encoder_budget import comparable_s
 from tokenmill_engine.scheduler.outcome import StepOutcome
@@ -43,6 +44,8 @@ from tokenmill_engine.scheduler.packing import pack_outcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
 from tokenmill_engine.scheduler.stats import IntervalStats
 from tokenmill_engine.scheduler.turns import steps_under_way
+from tokenmill_engine.structured_output.grammar import GrammarError
+from tokenmill_engine.structured_output.requests import StructuredRequests
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,8 @@ class EngineCore:
     the model is in stages, one step is in each of them.
 
     `capacity` is what the executor's worker offers, `engine` the number that API servers know it by. `began` is when
-    the start did, of the monotonic clock; None if nobody is to be told how long it takes.
+    the start did, of the monotonic clock; None if nobody is to be told how long it takes. `wake` is called, in another
+    thread, when `step` has something to do that no message said.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class EngineCore:
         capacity: KVCapacity,
         engine: int = 0,
         began: float | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         caching = config.cache.enable_prefix_caching
         self._is_balanced = config.data_parallel_size > 1
@@ -96,6 +101,7 @@ class EngineCore:
         )
         self._seeds = random.Random(f"{config.model.seed}/{config.rank_of(engine)}")
         self.media = MediaStore(config.media_store_bytes)
+        self._structured = StructuredRequests(config, wake)
         self._awaited: set[int] = set()
         """Requests that are to come again, with their media."""
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
@@ -136,8 +142,10 @@ class EngineCore:
         Raises:
             EngineDeadError: the device is lost.
         """
+        self._schedule_structured()
         self._fill_pipeline()
         outcome = self._finish_oldest_step() if self._in_flight else None
+        self._end_failures()
         if outcome is None and self.scheduler.num_unfinished:
             raise RuntimeError(f"{self.scheduler.num_unfinished} requests are left, yet there is nothing to do")
         load = self._load()
@@ -155,6 +163,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Let the device go once it is done with the steps in flight; unfinished requests are not answered."""
         self._executor.shutdown()
+        self._structured.close()
 
     def _add(self, message: AddRequest) -> None:
         if message.request_id in self._awaited:
@@ -171,13 +180,42 @@ class EngineCore:
         try:
             request = build_request(msgspec.structs.replace(message, media=media), self._limits, self._seeds)
         except RequestError as error:
-            logger.warning("request %s (%d) refused: %s", message.label, message.request_id, error)
-            self._recorder.record_refusal()
-            self._tell_refused(message.request_id, error.message)
+            self._refuse(message.label, message.request_id, error)
             return
         request.queued_time = time.monotonic()
         self.media.hold(request.request_id, request.media)
-        self.scheduler.add(request)
+        self._schedule(request)
+
+    def _schedule(self, request: Request) -> None:
+        """A request whose output follows a grammar waits until that is compiled, and holds nobody up."""
+        spec = request.sampling.structured
+        try:
+            if spec is None or self._structured.admit(request, spec):
+                self.scheduler.add(request)
+        except GrammarError as error:
+            self._refuse_structured(request, error)
+
+    def _schedule_structured(self) -> None:
+        for request, error in self._structured.ready():
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                self._refuse_structured(request, error)
+
+    def _refuse_structured(self, request: Request, error: TokenmillError) -> None:
+        self.media.release(request.request_id)
+        self._refuse(request.label, request.request_id, error)
+
+    def _end_failures(self) -> None:
+        """Requests whose grammar cannot be followed any further."""
+        for request_id, error in self._structured.failures():
+            self._abort([request_id], FinishReason.ERROR)
+            self._tell_refused(request_id, error)
+
+    def _refuse(self, label: str, request_id: int, error: TokenmillError) -> None:
+        logger.warning("request %s (%d) refused: %s", label, request_id, error)
+        self._recorder.record_refusal()
+        self._tell_refused(request_id, error)
 
     def _await_media(self, request_id: int) -> None:
         """All requests of an API server since the last step are asked for together: choices share their media."""
@@ -191,28 +229,35 @@ class EngineCore:
                 return
         self._outbox.append((client, MediaMissing(self._engine, [request_id])))
 
-    def _tell_refused(self, request_id: int, message: str) -> None:
+    def _tell_refused(self, request_id: int, error: TokenmillError) -> None:
+        """Only what is wrong with a grammar is the client's to mend: all else the front end should have refused."""
         client = client_of(request_id)
+        param = error.param if isinstance(error, GrammarError) else None
         output = StepOutput(
             engine=self._engine,
             request_ids=np.array([request_id], dtype="<i8").tobytes(),
             num_tokens=np.zeros(1, dtype="<i4").tobytes(),
             token_ids=b"",
             load=self._reporter.load_for(client, self._load()),
-            finishes=[Finish(0, FinishReason.ERROR, message=message)],
+            finishes=[Finish(0, FinishReason.ERROR, message=error.message, param=param)],
         )
         self._outbox.append((client, output))
 
     def _abort_all(self, client: int, incarnation: int) -> None:
         """This incarnation of an API server wants nothing any more."""
         request_ids = [*self.scheduler.request_ids_of(client, incarnation)]
-        request_ids += [each for each in self._awaited if is_of(each, client, incarnation)]
+        elsewhere = [*self._awaited, *self._structured.waiting_ids]
+        request_ids += [each for each in elsewhere if is_of(each, client, incarnation)]
         self._abort(request_ids, FinishReason.ABORT)
 
     def _abort(self, request_ids: list[int], reason: FinishReason) -> None:
         for request_id in request_ids:
             self._awaited.discard(request_id)
-            request = self.scheduler.abort(request_id, reason)
+            request = self._structured.forget(request_id)
+            if request is not None:
+                request.transition(RequestState.FINISHED, reason)
+            else:
+                request = self.scheduler.abort(request_id, reason)
             if request is not None:
                 self.media.release(request_id)
                 logger.debug("request %s (%d) ended by its client: %s", request.label, request_id, reason)
@@ -224,7 +269,7 @@ class EngineCore:
             if decision is None:
                 return
             plan = self.scheduler.apply(decision)
-            self._in_flight.append((plan, self._executor.submit(plan)))
+            self._in_flight.append((plan, self._executor.submit(self._structured.masked(plan))))
 
     def _finish_oldest_step(self) -> StepOutcome:
         """Wait for the oldest step in flight and take its result in."""
@@ -240,6 +285,8 @@ class EngineCore:
             outcome = self.scheduler.fail_step(plan, error.message)
         for request, _ in outcome.finished.values():
             self.media.release(request.request_id)
+            self._structured.forget(request.request_id)
+        self._structured.take(outcome.request_ids, outcome.num_tokens, outcome.token_ids)
         self._recorder.record_step(plan, outcome, self.scheduler)
         return outcome
 
@@ -250,6 +297,8 @@ class EngineCore:
 
     def _load(self) -> EngineLoad:
         load = self.scheduler.load
+        if self._structured.num_waiting:
+            load = msgspec.structs.replace(load, num_waiting=load.num_waiting + self._structured.num_waiting)
         if not self._is_balanced:
             return load
         return msgspec.structs.replace(load, num_waiting_tokens=self.scheduler.num_waiting_tokens)

@@ -71,6 +71,10 @@ class Inbox:
         """Queue a message that no client sent."""
         self._messages.put(message)
 
+    def wake(self) -> None:
+        """Make `drain` return. Safe in any thread."""
+        self._messages.put(None)
+
     @property
     def is_empty(self) -> bool:
         """Whether everything that has arrived was handled, or is about to be."""

@@ -5,7 +5,7 @@ little-endian arrays, so that a step costs one message per API server and not on
 """
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,12 +36,67 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     min_count: int = 2
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must look like, as users say it. Exactly one of the first six is given. Names are vLLM's."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    """A context-free grammar, in EBNF (GBNF) or in Lark."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with parts that follow a schema, as xgrammar describes it, or the text of that."""
+    disable_any_whitespace: bool | None = None
+    """JSON has no whitespace but what `json.dumps` writes. None: as the flag says."""
+    disable_additional_properties: bool | None = None
+    """False: objects that name properties may have others, unless the schema forbids it."""
+    whitespace_pattern: str | None = None
+    """Regex of the whitespace between the parts of JSON."""
+    param: str = "structured_outputs"
+    """The field that errors name."""
+
+
+class StructuredKind(StrEnum):
+    """What `StructuredSpec.text` is."""
+
+    JSON = "json"
+    """A JSON schema."""
+    JSON_OBJECT = "json_object"
+    """Nothing: any JSON object."""
+    REGEX = "regex"
+    CHOICE = "choice"
+    """A JSON list of strings."""
+    GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+    """JSON."""
+
+
+class StructuredSpec(msgspec.Struct, array_like=True, frozen=True):
+    """What the output must look like, as engines read it. Equal ones share what is compiled."""
+
+    kind: StructuredKind
+    text: str
+    any_whitespace: bool = True
+    additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    param: str = "structured_outputs"
+    """The field that errors name; nothing else depends on it."""
+
+    def key(self) -> "StructuredSpec":
+        """The same without what makes no difference to the grammar."""
+        return msgspec.structs.replace(self, param="")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop. Names and defaults are those of the OpenAI API and vLLM.
 
     Fields that end in `_token_ids` hold vocabulary ids. `stop`, `include_stop_str_in_output`, `bad_words`,
-    `repetition_detection`, `skip_special_tokens`, `spaces_between_special_tokens` and `n` are resolved by the front
-    end; the engine sees one request per choice, with `bad_words_token_ids` filled in.
+    `repetition_detection`, `skip_special_tokens`, `spaces_between_special_tokens`, `structured_outputs` and `n` are
+    resolved by the front end; the engine sees one request per choice, with `bad_words_token_ids` and `structured`
+    filled in.
     """
 
     n: int = 1
@@ -71,6 +126,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    structured: StructuredSpec | None = None
+    """What `structured_outputs` come to. Set by the server itself, it is taken as it is."""
 
 
 class MediaTensor(msgspec.Struct, array_like=True, frozen=True):
@@ -195,6 +253,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     """For `error`: one sentence for the client."""
     num_preemptions: int = 0
     """How often it was preempted."""
+    param: str | None = None
+    """For `error`: the field of the request that is to blame; None if it is the engine's own fault."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

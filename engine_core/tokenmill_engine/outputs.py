@@ -106,6 +106,16 @@ class SampledTokens:
 
 
 @dataclass(slots=True, frozen=True)
+class TokenMasks:
+    """Which tokens some rows of a plan may sample."""
+
+    rows: NDArray[np.int32]
+    """[n] of the plan, ascending; each of them samples."""
+    bits: NDArray[np.int32]
+    """[n, ceil(vocab_size / 32)]: bit `i % 32` of word `i // 32` is set if token `i` may follow; one at least is."""
+
+
+@dataclass(slots=True, frozen=True)
 class StepPlan:
     """One step: rows are the scheduled requests, those that decode exactly one token first.
 
@@ -130,6 +140,8 @@ class StepPlan:
     """Of earlier steps, for a worker that does not sample; written before anything else, starts too."""
     media: StepMedia | None = None
     """None: no row has a placeholder."""
+    masks: TokenMasks | None = None
+    """None: every row may sample every token."""
 
     @property
     def num_reqs(self) -> int:

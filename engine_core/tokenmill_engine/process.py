@@ -56,7 +56,7 @@ class EngineProcess:
         )
         executor, capacity = preparation.start_executor(start, on_lost=self.inbox.fail)
         capacity = dataclasses.replace(capacity, phases=phases | capacity.phases)
-        self._core = EngineCore(start.config, executor, capacity, start.engine, start.began)
+        self._core = EngineCore(start.config, executor, capacity, start.engine, start.began, self.inbox.wake)
         self._heartbeat = heartbeat
         heartbeat.has_work = lambda: self._core.has_work or not self.inbox.is_empty
         self.ready = EngineReady(

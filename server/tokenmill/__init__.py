@@ -5,8 +5,16 @@
 ...     outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 """
 
-from tokenmill_engine.messages import RepetitionDetection, SamplingParams
+from tokenmill_engine.messages import RepetitionDetection, SamplingParams, StructuredOutputsParams
 from tokenmill_server.llm import LLM
 from tokenmill_server.llm_outputs import CompletionOutput, Logprob, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RepetitionDetection", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RepetitionDetection",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tokenmill_engine.errors import EngineDeadError, EngineError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, EngineError, InvalidRequestError, TokenmillError
 from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.messages import (
     AddRequest,
@@ -257,7 +257,7 @@ class TextGenerator:
     ) -> None:
         generation = choice.generation
         if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self.fail(generation, EngineError(finish.message or "the engine failed on this request"))
+            self.fail(generation, _error_of(finish))
             return
         if finish is None and not token_ids:
             return
@@ -322,6 +322,12 @@ class _Step:
         self.latencies: list[float] = []
         self.stopped: dict[FinishReason, list[int]] = {}
         """Requests that this front end has ended, by why."""
+
+
+def _error_of(finish: Finish) -> TokenmillError:
+    """Why the engine gave a request up."""
+    message = finish.message or "the engine failed on this request"
+    return EngineError(message) if finish.param is None else InvalidRequestError(message, finish.param)
 
 
 def _results(finished: Sequence[tuple[Generation, Collector]]) -> list[RequestOutput]:

@@ -10,6 +10,7 @@ from typing import Literal
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.config.media import EncoderMode, MediaConfig
 from tokenmill_engine.config.parallel import ParallelConfig
+from tokenmill_engine.config.structured_output import StructuredOutputConfig
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
@@ -127,6 +128,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     media_store_bytes: int = 0
     """Prepared media that an engine core keeps for later requests when nobody needs them at the moment."""
     data_parallel_size: int = 1

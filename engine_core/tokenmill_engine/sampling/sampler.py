@@ -1,7 +1,7 @@
 """From logits to the next token of every request of a batch.
 
-The order for one row: allowed tokens, forbidden words and end tokens, logit bias; penalties; then the largest logit,
-or temperature, filters and a random draw. A batch that needs none of it costs one argmax.
+The order for one row: allowed tokens, forbidden words and end tokens, logit bias; what its grammar allows; penalties;
+then the largest logit, or temperature, filters and a random draw. A batch that needs none of it costs one argmax.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from tokenmill_engine.sampling import table as bits
 from tokenmill_engine.sampling.drawing import HostRows, argmax, choose_rows, sample_rows
 from tokenmill_engine.sampling.edits import EditBatch
 from tokenmill_engine.sampling.logprobs import Logprobs, RawScores
+from tokenmill_engine.sampling.masks import SampleMasks, apply_on_host
 from tokenmill_engine.sampling.table import SamplingTable
 from tokenmill_engine.sampling.tokens import TokenTable
 from tokenmill_engine.sampling.transfer import to_device
@@ -83,6 +84,11 @@ class Sampler:
         """The feature bits of `sampling.table` that any request in `slots` [n] switches on, on the host."""
         return int(np.bitwise_or.reduce(self._table.features[slots], initial=0))
 
+    def load_masks(self, masks: SampleMasks | None) -> None:
+        """Enqueue: `sample_on_device` with `MASK` obeys these from now on. Of CUDA devices."""
+        if self._device is not None:
+            self._device.load_masks(masks)
+
     def sample_on_device(self, logits: torch.Tensor, slots: torch.Tensor, features: int) -> torch.Tensor:
         """One token for each row, decided on the device alone, so that a CUDA graph can hold it.
 
@@ -102,26 +108,38 @@ class Sampler:
             return self._device.sample(logits, slots, features)
         return sample_rows(logits, slots, features, self._table, self._tokens)
 
-    def sample(self, logits: torch.Tensor, slots: NDArray[np.int32], max_tokens: int) -> Sampled:
+    def sample(
+        self, logits: torch.Tensor, slots: NDArray[np.int32], max_tokens: int, masks: SampleMasks | None = None
+    ) -> Sampled:
         """One token for each row.
 
         Args:
             logits: float32 [n, vocab_size], contiguous; overwritten.
             slots: [n] slot of each row.
             max_tokens: no row has more known tokens than that.
+            masks: what grammars allow; None: everything.
         """
         batch = self.batch(slots)
         raw = None
         if batch.logprob_rows is not None:
-            intact = len(batch.logprob_rows) == batch.num_rows and not batch.changes_logits
+            intact = len(batch.logprob_rows) == batch.num_rows and not batch.changes_logits and masks is None
             raw = RawScores(logits if intact else logits[batch.logprob_index])
         if batch.edits is not None:
             batch.edits.apply(logits, self._tokens)
+        if masks is not None:
+            self._apply_masks(logits, masks)
         token_ids = self._choose(logits, batch, max_tokens)
         if raw is None:
             return Sampled(token_ids)
         chosen = token_ids[batch.logprob_index].clamp(min=0).to(torch.int64)
         return Sampled(token_ids, raw.score(chosen, batch.num_top), batch.logprob_rows)
+
+    def _apply_masks(self, logits: torch.Tensor, masks: SampleMasks) -> None:
+        if self._device is not None:
+            self._device.load_masks(masks)
+            self._device.apply_masks(logits)
+        else:
+            apply_on_host(logits, masks)
 
     def _choose(self, logits: torch.Tensor, batch: SamplingBatch, max_tokens: int) -> torch.Tensor:
         """int32 [n]"""

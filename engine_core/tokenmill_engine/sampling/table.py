@@ -31,7 +31,10 @@ EDIT: Final = 16
 """A logit bias, forbidden or allowed tokens."""
 LOGPROBS: Final = 32
 
-ON_DEVICE: Final = RANDOM | FILTER | SMALL_TOP_K | PENALTY
+MASK: Final = 64
+"""Grammars allow some tokens only. No slot has it: the host says it of a step, with `Sampler.load_masks`."""
+
+ON_DEVICE: Final = RANDOM | FILTER | SMALL_TOP_K | PENALTY | MASK
 """What `Sampler.sample_on_device` does."""
 
 MAX_SMALL_TOP_K: Final = 64

@@ -25,7 +25,7 @@ from tokenmill_engine.worker.shapes import Ladder, SampleShape, StepShape, exact
 from tokenmill_engine.worker.step_ring import StepTokens
 from tokenmill_engine.worker.token_choice import TokenChooser
 
-_FEATURE_SETS = (0, columns.RANDOM, columns.ON_DEVICE)
+_FEATURE_SETS = (0, columns.RANDOM, columns.RANDOM | columns.MASK, columns.ON_DEVICE)
 """What rows of a batch may ask of the sampler for a graph to serve it; ascending in cost."""
 
 
@@ -177,6 +177,8 @@ class _CudaStep:
     def sample(self, hidden: Hidden) -> Sampled:
         steps = self._steps
         shape = steps.sample_shape(self.rows)
+        if shape is not None and shape.features & columns.MASK:
+            steps.chooser.load_masks(self.rows)
         token_ids = None if shape is None else steps.graphs.replay(shape)
         if token_ids is not None:
             return Sampled(token_ids[: self._num_samples])

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
 from tokenmill_engine.outputs import MissingImages, SampledTokens, StepPlan
+from tokenmill_engine.sampling.masks import SampleMasks
 from tokenmill_engine.worker.encoder_time import EncoderTime
 from tokenmill_engine.worker.slots import SlotTables
 
@@ -42,6 +43,8 @@ class StepRows:
     """[num_samples] their slots."""
     max_tokens: int
     """No row has more known tokens than that."""
+    masks: SampleMasks | None = None
+    """What grammars allow."""
     missing: MissingRows | None = None
     encoder_time: EncoderTime | None = None
     """Of a step that encodes media."""
@@ -108,7 +111,8 @@ class CpuPreparer:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        return StepInputs(StepRows(query_start, sample_rows, sample_slots, max_seq_len), batch, logit_index)
+        masks = SampleMasks.of(plan.masks, sample_rows)
+        return StepInputs(StepRows(query_start, sample_rows, sample_slots, max_seq_len, masks), batch, logit_index)
 
     def _groups(
         self, slots: NDArray[np.int32], token_slots: NDArray[np.int32], positions: NDArray[np.int32], max_seq_len: int

@@ -3,6 +3,7 @@
 import torch
 
 from tokenmill_engine.models.dense_decoder import DenseDecoder
+from tokenmill_engine.sampling import table as bits
 from tokenmill_engine.sampling.sampler import Sampled, Sampler
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.slots import SlotTables
@@ -24,11 +25,17 @@ class TokenChooser:
         hidden = hidden[:num_samples]
         if self.features(rows) == 0:
             return Sampled(self._model.argmax_token(hidden).to(torch.int32))
-        return self._sampler.sample(self._model.compute_logits(hidden), rows.sample_slots, rows.max_tokens)
+        logits = self._model.compute_logits(hidden)
+        return self._sampler.sample(logits, rows.sample_slots, rows.max_tokens, rows.masks)
 
     def features(self, rows: StepRows) -> int:
         """Bits of `sampling.table` that any of the rows needs."""
-        return self._sampler.features(rows.sample_slots)
+        mask = 0 if rows.masks is None else bits.MASK
+        return self._sampler.features(rows.sample_slots) | mask
+
+    def load_masks(self, rows: StepRows) -> None:
+        """Enqueue: what `choose_on_device` with the feature `MASK` obeys."""
+        self._sampler.load_masks(rows.masks)
 
     def choose_on_device(self, hidden: torch.Tensor, slots: torch.Tensor, features: int) -> torch.Tensor:
         """int32 or int64 [n]: as `choose`, for rows that need no more than `features`, without a look at them on the

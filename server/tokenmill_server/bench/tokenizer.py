@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 from tokenmill_engine.config.gguf_file import is_gguf
 from tokenmill_engine.config.model_files import EMBEDDED_MODEL_NAME, embedded_model_path
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.processing.gguf_tokenizer import load_gguf_tokenizer
-from tokenmill_server.processing.hf_tokenizer import load_hf_tokenizer
+from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
+from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:

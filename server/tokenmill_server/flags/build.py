@@ -20,6 +20,7 @@ from tokenmill_engine.config.engine import (
 from tokenmill_engine.config.hf_folder import read_generation_defaults
 from tokenmill_engine.config.model_files import ModelFiles, check_weights, resolve_model
 from tokenmill_engine.config.parallel import ParallelConfig
+from tokenmill_engine.config.structured_output import StructuredOutputConfig
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.config import Configuration, DataParallelConfig, FaultConfig, LoadBalancing, ServerConfig
 from tokenmill_server.flags.api_servers import default_api_servers
@@ -78,6 +79,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
         device=_device_config(values, files, device, dtype, parallel.size_local * workers.world_size),
         observability=_observability_config(values, names[0]),
         parallel=workers,
+        structured_output=values["structured_outputs_config"] or StructuredOutputConfig(),
         media_store_bytes=0 if caches is None else caches.engine_bytes,
         data_parallel_size=len(parallel.served_ranks),
         data_parallel_size_local=parallel.size_local,

@@ -24,6 +24,7 @@ from tokenmill_server.flags.parsers import (
     text_list,
 )
 from tokenmill_server.flags.parsing import PARSING
+from tokenmill_server.flags.structured import STRUCTURED
 from tokenmill_server.flags.video import VIDEO
 
 _DTYPES = one_of("auto", "float32", "bfloat16", "float16", aliases={"half": "float16", "float": "float32"})
@@ -370,6 +371,7 @@ _OBSERVABILITY = (
 
 _GROUPS = (
     _MODEL,
+    STRUCTURED,
     _FRONTEND,
     HTTP,
     PARSING,

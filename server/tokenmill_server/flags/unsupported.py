@@ -112,7 +112,7 @@ _ROWS = [
     *_switches("false", "enable-lora", "fully-sharded-loras"),
     *_values("max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-modules", "lora-target-modules"),
     _value("speculative-config", short="-sc"),
-    *_values("spec-method", "spec-model", "spec-tokens", "structured-outputs-config", "guided-decoding-backend"),
+    *_values("spec-method", "spec-model", "spec-tokens", "guided-decoding-backend"),
     # Compilation and kernels
     _value("optimization-level", short="-O"),
     _value("compilation-config", short="-cc"),

@@ -7,7 +7,7 @@ the rest; at the end of the sequence they are dropped. So the text does not depe
 import codecs
 from collections.abc import Sequence
 
-from tokenmill_server.processing.token_bytes import incomplete_tail
+from tokenmill_engine.vocabulary.token_bytes import incomplete_tail
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")

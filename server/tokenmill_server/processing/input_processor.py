@@ -24,6 +24,7 @@ from tokenmill_server.processing.sampling_checks import (
     check_some_token_is_possible,
     check_token_ids,
 )
+from tokenmill_server.processing.structured import spec_of
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 TruncationSide = Literal["left", "right"]
@@ -84,6 +85,7 @@ class InputProcessor:
         """How the model is asked for the middle of a text; None: it does not know that."""
         self._max_logprobs = config.model.max_logprobs
         self._eos_token_ids = config.model.eos_token_ids
+        self._structured_output = config.structured_output
         self._priorities = config.scheduler.policy == "priority"
         self._last_sampling: tuple[SamplingParams | None, SamplingParams] = (None, SamplingParams())
         self._max_token_bytes = max(map(len, tokenizer.token_bytes), default=1)
@@ -206,6 +208,9 @@ class InputProcessor:
         changes: dict[str, Any] = {}
         if sampling.temperature < _GREEDY_BELOW:
             changes["temperature"] = 0.0
+        if sampling.structured_outputs is not None:
+            changes["structured"] = spec_of(sampling.structured_outputs, self._structured_output)
+            changes["structured_outputs"] = None
         if sampling.bad_words:
             changes["bad_words_token_ids"] = self._bad_words(sampling.bad_words)
         if sampling.logprobs == -1:

@@ -11,9 +11,9 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from tokenmill_engine.config.gguf_file import is_gguf
-from tokenmill_server.processing.gguf_tokenizer import load_gguf_tokenizer
-from tokenmill_server.processing.hf_tokenizer import load_hf_tokenizer
-from tokenmill_server.processing.token_bytes import build_token_bytes
+from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
+from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
+from tokenmill_engine.vocabulary.token_bytes import build_token_bytes
 
 # Requests are tokenized one at a time; a thread pool of the library's own would only compete with the event loop.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

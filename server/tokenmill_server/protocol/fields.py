@@ -14,6 +14,7 @@ from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import RepetitionDetection, SamplingParams
 from tokenmill_server.processing.input_processor import Truncation
 from tokenmill_server.processing.shown import shown
+from tokenmill_server.protocol.structured import structured_params
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -114,6 +115,8 @@ class GenerationFields(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     def check_common(self) -> None:
         """Raises InvalidRequestError for contradictions that need no model to see."""
@@ -169,6 +172,7 @@ class GenerationFields(BaseModel):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             repetition_detection=None if self.repetition_detection is None else self.repetition_detection.detection(),
+            structured_outputs=structured_params(self.response_format, self.structured_outputs),
         )
 
 
@@ -206,15 +210,9 @@ def _is_default(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value is None or value in values
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "tools": _is_default([]),
     "tool_choice": _is_default("none"),
-    "response_format": _is_text_format,
-    "structured_outputs": _is_default(),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _is_default()),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), _is_default()),
     "modalities": _is_default(["text"]),

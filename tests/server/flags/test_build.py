@@ -12,6 +12,7 @@ from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.config.device import DeviceInfo
 from tokenmill_engine.config.engine import DeviceKind
 from tokenmill_engine.config.model_files import embedded_model_path
+from tokenmill_engine.config.structured_output import StructuredOutputConfig
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.config import Configuration, FaultConfig, LoadBalancing
 from tokenmill_server.flags import build
@@ -78,6 +79,16 @@ CASES = [
     (["--reasoning-parser", "qwen3"], "server.reasoning_parser", "qwen3"),
     (["--shutdown-timeout", "1.5"], "server.shutdown_timeout_s", 1.5),
     *HTTP_CASES,
+    (
+        ["--structured-outputs-config.backend", "guidance", "--structured-outputs-config.disable_any_whitespace=true"],
+        "engine.structured_output",
+        StructuredOutputConfig("guidance", any_whitespace=False),
+    ),
+    (
+        ["--structured-outputs-config", '{"disable_additional_properties": false}'],
+        "engine.structured_output",
+        StructuredOutputConfig(additional_properties=True),
+    ),
     (["--api-server-count", "4"], "server.api_server_count", 4),
     (["-dp", "2"], "engine.data_parallel_size", 2),
     (["-tp", "3"], "parallel.tensor_parallel_size", 3),

@@ -1,6 +1,7 @@
 """Every sampling field reaches the engine or is refused by name; nothing is dropped in silence."""
 
 import dataclasses
+import json
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ from tests.support.sse import is_error, post_stream
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_server.protocol.chat import MAX_PARTS
 
+NESTED = json.loads('{"not": ' * 65 + "{}" + "}" * 65)
+"""One level too deep."""
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
@@ -111,6 +114,14 @@ def test_special_tokens_are_hidden_unless_asked_for(client: httpx.Client) -> Non
             for value in ({"max_pattern_size": 257}, {"min_pattern_size": 5}, {"min_count": 1}, {"min_cuont": 3})
         ],
         *[("repetition_detection", value) for value in (3, {"max_pattern_size": -1})],
+        *[("response_format", value) for value in ("text", {}, {"type": "xml"}, {"type": "json_schema"})],
+        *[("response_format", {"type": "json_schema", "json_schema": value}) for value in (5, {}, {"schema": 5})],
+        *[("structured_outputs", value) for value in ("a", {}, {"regex": "a", "choice": ["a"]}, {"rex": "a"})],
+        *[("structured_outputs", {"choice": value}) for value in ([], [""], [5], "a", ["a"] * 10_001)],
+        *[("structured_outputs", {"json": value}) for value in ("{", 5, "5", NESTED)],
+        *[("structured_outputs", value) for value in ({"json_object": False}, {"regex": ""}, {"regex": "a" * 262_145})],
+        ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
+        ("structured_outputs", {"json": {}, "disable_any_whitespace": 5}),
     ],
 )
 def test_refused_by_name(client: httpx.Client, path: str, param: str, value: Any) -> None:
@@ -137,10 +148,6 @@ def test_numbers_that_are_none(client: httpx.Client, field: str, literal: str) -
     ("param", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("response_format", "text"),
-        ("structured_outputs", {"regex": "a"}),
         ("guided_json", {}),
         ("guided_regex", "a"),
         ("guided_choice", ["a"]),

@@ -76,8 +76,8 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.InternalServerError):
         client.completions.create(model=MODEL_NAME, prompt=[POISON], max_tokens=1)
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, extra_body={"suffix": "x"})
 
 
 @pytest.mark.slow

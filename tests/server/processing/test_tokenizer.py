@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.processing.token_bytes import build_token_bytes, incomplete_tail
+from tokenmill_engine.vocabulary.token_bytes import build_token_bytes, incomplete_tail
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
 
 RENDERED = (

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.processing.gguf_tokenizer import build_gguf_tokenizer
+from tokenmill_engine.vocabulary.gguf_tokenizer import build_gguf_tokenizer
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 _ALPHABET = "abc"

@@ -1,0 +1,17 @@
+"""How structured outputs are made."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+StructuredBackend = Literal["auto", "xgrammar", "guidance"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputConfig:
+    """What holds where a request says nothing else."""
+
+    backend: StructuredBackend = "auto"
+    any_whitespace: bool = True
+    """Between the parts of JSON."""
+    additional_properties: bool = False
+    """Objects that name properties may have others, unless the schema forbids it."""

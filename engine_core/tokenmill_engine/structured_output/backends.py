@@ -1,0 +1,60 @@
+"""The libraries of grammars, set up when they are first needed, and which of them is to do what."""
+
+import threading
+from typing import Protocol
+
+from tokenmill_engine.config.structured_output import StructuredBackend
+from tokenmill_engine.messages import StructuredKind, StructuredSpec
+from tokenmill_engine.structured_output.asking import BackendName
+from tokenmill_engine.structured_output.grammar import GrammarBackend
+from tokenmill_engine.structured_output.guidance_backend import GuidanceBackend
+from tokenmill_engine.structured_output.xgrammar_backend import XgrammarBackend, is_lark
+from tokenmill_engine.vocabulary.vocabulary import Vocabulary, read_vocabulary
+
+
+class CompilingBackend(GrammarBackend, Protocol):
+    """What both libraries offer."""
+
+    def compile(self, spec: StructuredSpec) -> str:
+        """For `load`. Raises GrammarError for what is malformed or not supported."""
+
+
+class Backends:
+    """Both libraries with one vocabulary. Safe in several threads."""
+
+    def __init__(self, tokenizer_path: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+        self._where = (tokenizer_path, vocab_size, end_token_ids)
+        self._vocabulary: Vocabulary | None = None
+        self._backends: dict[BackendName, CompilingBackend] = {}
+        self._setting_up = threading.Lock()
+
+    def of(self, name: BackendName) -> CompilingBackend:
+        """Raises ConfigError if the tokenizer cannot be used."""
+        with self._setting_up:
+            if self._vocabulary is None:
+                self._vocabulary = read_vocabulary(*self._where)
+            if name not in self._backends:
+                kind = XgrammarBackend if name == "xgrammar" else GuidanceBackend
+                self._backends[name] = kind(self._vocabulary)
+            return self._backends[name]
+
+    def prepare(self) -> None:
+        """Set up what is there to be set up."""
+        self.of("xgrammar")
+        self.of("guidance")
+
+
+def order_of(wanted: StructuredBackend, spec: StructuredSpec) -> tuple[BackendName, ...]:
+    """Who is to compile `spec`: the first, and those after it where one before cannot. With `auto` that is xgrammar,
+    whose masks cost the least, for schemas, choices and EBNF; what it refuses is for llguidance, which alone reads
+    regular expressions in full and knows all of Lark."""
+    if wanted != "auto":
+        return (wanted,)
+    match spec.kind:
+        case StructuredKind.STRUCTURAL_TAG:
+            return ("xgrammar",)
+        case StructuredKind.REGEX:
+            return ("guidance",)
+        case StructuredKind.GRAMMAR if is_lark(spec.text):
+            return ("guidance", "xgrammar")
+    return ("xgrammar", "guidance")

@@ -1,0 +1,90 @@
+"""An engine core's end of the process that compiles grammars."""
+
+import contextlib
+import os
+import pickle
+import socket
+import threading
+import time
+from typing import Never
+
+from tokenmill_engine.config.engine import ModelConfig
+from tokenmill_engine.errors import EngineError
+from tokenmill_engine.ipc.child import ChildProcess, spawn_child
+from tokenmill_engine.structured_output.asking import Answer, Question, receive, send
+from tokenmill_engine.structured_output.grammar import GrammarError
+
+_MODULE = "tokenmill_engine.structured_output.compiler_process"
+_PATIENCE_S = 60.0
+"""For an answer, or the end of who was to give it, which the kernel sees to."""
+
+
+class GrammarCompiler:
+    """Starts the process, and asks it. It ends with the thread that made this object."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        """Raises OSError if the machine does not allow one more process."""
+        self._jobs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sending = threading.Lock()
+        with theirs:
+            self._child: ChildProcess[Never] = spawn_child(
+                _MODULE,
+                None,
+                args=[
+                    *("--jobs-fd", str(theirs.fileno())),
+                    *("--tokenizer", model.tokenizer_path),
+                    *("--vocab-size", str(model.architecture.vocab_size)),
+                    *("--end-tokens", *map(str, model.eos_token_ids)),
+                ],
+                pass_fds=(theirs.fileno(),),
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.process.poll() is None
+
+    def compile(self, question: Question) -> str:
+        """What came of it, for `load`. Blocks; any thread may ask.
+
+        Raises:
+            GrammarError: it is malformed, not supported, or takes more time or memory than it may.
+            EngineError: the process has ended.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours:
+            with theirs, self._sending:
+                self._hand_over(theirs)
+            began = time.monotonic()
+            ours.settimeout(_PATIENCE_S)
+            try:
+                send(ours, question)
+                data = receive(ours)
+            except OSError:
+                data = b""
+        if not data:
+            if not self.is_alive:
+                raise EngineError("the process that compiles grammars has ended; the request may be sent again")
+            if time.monotonic() - began < question.limit_s:
+                raise GrammarError("it takes too much memory to prepare, or its library fails on it")
+            raise GrammarError(f"it takes more than {question.limit_s:g} s to prepare, which is the limit")
+        answer: Answer = pickle.loads(data)
+        if answer.compiled is None:
+            raise GrammarError(answer.error)
+        return answer.compiled
+
+    def close(self) -> None:
+        """End the process."""
+        self._jobs.close()
+        with contextlib.suppress(OSError):
+            self._child.process.kill()
+        self._child.process.wait()
+        self._child.channel.close()
+
+    def _hand_over(self, job: socket.socket) -> None:
+        try:
+            socket.send_fds(self._jobs, [b"j"], [job.fileno()])
+        except OSError as error:
+            raise EngineError(
+                f"the process that compiles grammars is gone ({os.strerror(error.errno or 0)}); the request may be "
+                "sent again"
+            ) from error

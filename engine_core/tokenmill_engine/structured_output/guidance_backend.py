@@ -1,0 +1,167 @@
+"""Grammars by llguidance (https://github.com/guidance-ai/llguidance): masks are computed from the grammar as the output
+grows, within limits of the library's own."""
+
+import json
+from typing import Any, Final
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.messages import StructuredKind, StructuredSpec
+from tokenmill_engine.structured_output.grammar import GrammarError
+from tokenmill_engine.structured_output.schemas import refuse_open_escape, with_closed_objects, without_unknown_formats
+from tokenmill_engine.structured_output.xgrammar_backend import MAX_WHITESPACE, is_lark
+from tokenmill_engine.vocabulary.vocabulary import Vocabulary
+
+_FORMATS: Final = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+"""Formats of strings that the library knows; others are notes to the reader."""
+_BYTES_PER_CHAR: Final = 64
+"""What a grammar takes for each character of its text, roughly; most of it is made while it is used."""
+_BASE_BYTES: Final = 1 << 16
+_NUM_TRIED: Final = 4
+_MAX_REPORT_CHARS: Final = 300
+_GIVEN_UP: Final = frozenset(("ParserTooComplex", "LexerTooComplex", "InternalError"))
+"""Why the library allows nothing more, beside ends that the grammar has."""
+
+
+class GuidanceBackend:
+    """Compiles, and loads what was compiled, which is the grammar in the library's own terms."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)),
+            n_vocab=len(vocabulary.token_bytes),
+            eos_token=list(vocabulary.end_token_ids),
+        )
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+
+    def compile(self, spec: StructuredSpec) -> str:
+        """Raises GrammarError for what is malformed or not supported."""
+        try:
+            grammar = _grammar_of(spec)
+        except ValueError as error:
+            raise GrammarError(_report(str(error))) from error
+        matcher = self._matcher(grammar)
+        # Most of the work is done for the first masks and tokens, and what is too much is seen then.
+        for _ in range(_NUM_TRIED):
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            _check(matcher)
+            if matcher.is_stopped():
+                break
+            matcher.consume_token(int(np.unpackbits(bits, bitorder="little").argmax()))
+            _check(matcher)
+        return grammar
+
+    def load(self, compiled: str) -> "GuidanceGrammar":
+        """As `GrammarBackend`."""
+        return GuidanceGrammar(self._matcher(compiled), _BASE_BYTES + _BYTES_PER_CHAR * len(compiled))
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        _check(matcher)
+        return matcher
+
+
+class GuidanceGrammar:
+    """A grammar, with an output that stays empty."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int) -> None:
+        self._matcher = matcher
+        self.num_bytes = num_bytes
+
+    def matcher(self) -> "GuidanceMatcher":
+        """As `Grammar`."""
+        return GuidanceMatcher(self._matcher.deep_copy())
+
+
+class GuidanceMatcher:
+    """State of one output."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, bits: NDArray[np.int32], row: int) -> None:
+        """As `Matcher`."""
+        target = bits[row]
+        self._matcher.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
+        _check(self._matcher)
+
+    def accept(self, token_id: int) -> None:
+        """As `Matcher`."""
+        if not self._matcher.consume_token(token_id):
+            raise GrammarError(_report(self._matcher.get_error()))
+
+
+class _Tokens:
+    """A vocabulary as the library wants to see it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.end_token_ids[0]
+        self.tokens = vocabulary.token_bytes
+        self.special_token_ids = sorted(
+            {*vocabulary.special_token_ids, *vocabulary.end_token_ids} & set(range(len(vocabulary.token_bytes)))
+        )
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def _grammar_of(spec: StructuredSpec) -> str:
+    matcher = llguidance.LLMatcher
+    match spec.kind:
+        case StructuredKind.JSON:
+            schema = without_unknown_formats(json.loads(spec.text), _FORMATS)
+            if not spec.additional_properties:
+                schema = with_closed_objects(schema)
+            return matcher.grammar_from_json_schema(json.dumps(schema), overrides=_layout(spec))
+        case StructuredKind.JSON_OBJECT:
+            return matcher.grammar_from_json_schema('{"type": "object"}', overrides=_layout(spec))
+        case StructuredKind.REGEX:
+            refuse_open_escape(spec.text)
+            return matcher.grammar_from_regex(spec.text)
+        case StructuredKind.CHOICE:
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
+            return matcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+        case StructuredKind.GRAMMAR:
+            return matcher.grammar_from_lark(spec.text if is_lark(spec.text) else _lark_of(spec.text))
+        case StructuredKind.STRUCTURAL_TAG:
+            raise GrammarError("structural tags need the backend xgrammar, or auto")
+
+
+def _lark_of(ebnf: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark: str = any_to_lark(ebnf)
+    except Exception as error:
+        raise GrammarError(f"the grammar is not understood: {_report(str(error))}") from error
+    return lark
+
+
+def _layout(spec: StructuredSpec) -> Any:
+    layout: dict[str, Any] = {"coerce_one_of": True, "lenient": False, "whitespace_flexible": False}
+    if spec.whitespace_pattern is not None:
+        return layout | {"whitespace_pattern": spec.whitespace_pattern}
+    if spec.any_whitespace:
+        return layout | {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
+    return layout | {"item_separator": ", ", "key_separator": ": "}
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(_report(matcher.get_error()))
+    if matcher.stop_reason() in _GIVEN_UP:
+        raise GrammarError(f"it is too complex: {_report(matcher.get_error())}")
+
+
+def _report(message: str) -> str:
+    """One line, without the source that the library quotes below it."""
+    for end in ("<state>", "<non-verbose/>"):
+        message = message.partition(end)[0]
+    return " ".join(message.split())[:_MAX_REPORT_CHARS]

@@ -1,0 +1,196 @@
+"""The requests of one engine core whose output follows a grammar: who waits for one, how far each output has come in
+its own, and what each may sample next.
+
+A mask depends on every token before it. So a request with a grammar is never computed ahead of its last token (the
+scheduler sees to that), masks are made when a step is handed to the executor, and tokens are taken in when it retires.
+What a request has generated stays in its state through a preemption, as its tokens do.
+
+`min_tokens` and `ignore_eos` yield to the grammar: an end that it allows is put off, one that it demands is the end.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import TokenmillError
+from tokenmill_engine.messages import StructuredSpec
+from tokenmill_engine.outputs import StepPlan, TokenMasks
+from tokenmill_engine.request import Request
+from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, Matcher
+from tokenmill_engine.structured_output.store import GrammarStore
+
+logger = logging.getLogger(__name__)
+
+Failure = tuple[int, GrammarError]
+"""A request and what is wrong."""
+
+
+@dataclass(slots=True)
+class _Output:
+    """What a request has generated, as its grammar sees it."""
+
+    request_id: int
+    matcher: Matcher
+    param: str
+    """The field that asks for the grammar."""
+    put_off: NDArray[np.int64]
+    """Tokens that end the request, which it does not sample while it has fewer tokens than `min_tokens` and may sample
+    others."""
+    put_off_always: NDArray[np.int64]
+    """The same for as long as there are others."""
+    min_tokens: int
+    num_tokens: int = 0
+    slot: int = -1
+
+
+class StructuredRequests:
+    """Used by one thread."""
+
+    def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
+        """`wake` is called, in another thread, when `ready` has something new."""
+        self._store = GrammarStore(config, wake)
+        self._end_token_ids = config.model.eos_token_ids
+        self._num_words = -(-config.model.architecture.vocab_size // 32)
+        self._waiting: dict[int, tuple[Request, StructuredSpec]] = {}
+        self._outputs: dict[int, _Output] = {}
+        self._by_slot: dict[int, _Output] = {}
+        self._failures: list[Failure] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is not ready."""
+        return len(self._waiting)
+
+    @property
+    def waiting_ids(self) -> list[int]:
+        """The same requests."""
+        return list(self._waiting)
+
+    def admit(self, request: Request, spec: StructuredSpec) -> bool:
+        """Whether a new request may be scheduled now; else it comes out of `ready`.
+
+        Raises GrammarError if it never may.
+        """
+        if not self._end_token_ids:
+            reason = "this model names no token that ends a text, without which no output can be structured"
+            raise GrammarError(reason, spec.param)
+        grammar = self._store.find(spec.key())
+        if grammar is None:
+            self._waiting[request.request_id] = (request, spec)
+            self._store.compile(spec.key())
+            return False
+        self._begin(request, spec, grammar)
+        return True
+
+    def ready(self) -> Iterator[tuple[Request, TokenmillError | None]]:
+        """Requests that may be scheduled since the last call, in order of arrival, and those that never may, with the
+        reason."""
+        for spec, grammar in self._store.finished():
+            for request, own in [each for each in self._waiting.values() if each[1].key() == spec]:
+                del self._waiting[request.request_id]
+                if isinstance(grammar, GrammarError):
+                    yield request, GrammarError(grammar.message, own.param)
+                elif isinstance(grammar, TokenmillError):
+                    yield request, grammar
+                else:
+                    self._begin(request, own, grammar)
+                    yield request, None
+
+    def forget(self, request_id: int) -> Request | None:
+        """A request has ended. Returns it if it was waiting."""
+        output = self._outputs.pop(request_id, None)
+        if output is not None and self._by_slot.get(output.slot) is output:
+            del self._by_slot[output.slot]
+        waiting = self._waiting.pop(request_id, None)
+        return None if waiting is None else waiting[0]
+
+    def masked(self, plan: StepPlan) -> StepPlan:
+        """`plan`, with what its rows may sample. All tokens before it are taken in."""
+        if not self._outputs:
+            return plan
+        for start in plan.starts:
+            output = self._outputs.get(start.request_id)
+            self._by_slot.pop(start.slot, None)
+            if output is not None:
+                output.slot = start.slot
+                self._by_slot[start.slot] = output
+        sampling = plan.samples.nonzero()[0].astype(np.int32)
+        rows = [row for row in sampling.tolist() if int(plan.slots[row]) in self._by_slot]
+        if not rows:
+            return plan
+        bits = np.zeros((len(rows), self._num_words), dtype=np.int32)
+        for index, row in enumerate(rows):
+            self._fill(bits, index, self._by_slot[int(plan.slots[row])])
+        return replace(plan, masks=TokenMasks(np.array(rows, dtype=np.int32), bits))
+
+    def take(self, request_ids: NDArray[np.int64], num_tokens: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        """New tokens of a step: `num_tokens[i]` of request `request_ids[i]`, one after the other in `token_ids`."""
+        if not self._outputs:
+            return
+        start = 0
+        for request_id, count in zip(request_ids.tolist(), num_tokens.tolist(), strict=True):
+            output = self._outputs.get(request_id)
+            if output is not None:
+                self._accept(output, token_ids[start : start + count].tolist())
+            start += count
+
+    def failures(self) -> list[Failure]:
+        """Requests that cannot go on, since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def close(self) -> None:
+        """End what runs beside."""
+        self._store.close()
+
+    def _begin(self, request: Request, spec: StructuredSpec, grammar: Grammar) -> None:
+        sampling = request.sampling
+        ends = np.array(self._end_token_ids, np.int64)
+        self._outputs[request.request_id] = _Output(
+            request_id=request.request_id,
+            matcher=grammar.matcher(),
+            param=spec.param,
+            put_off=np.union1d(ends, np.array(request.stop_token_ids, np.int64)),
+            put_off_always=ends if sampling.ignore_eos else np.empty(0, np.int64),
+            min_tokens=sampling.min_tokens,
+        )
+        request.sampling = msgspec.structs.replace(sampling, min_tokens=0, ignore_eos=False)
+        request.stop_token_ids = tuple(dict.fromkeys((*self._end_token_ids, *request.stop_token_ids)))
+
+    def _fill(self, bits: NDArray[np.int32], row: int, output: _Output) -> None:
+        try:
+            output.matcher.fill(bits, row)
+        except GrammarError as error:
+            self._fail(output, error)
+            bits[row] = -1
+            return
+        put_off = output.put_off if output.num_tokens < output.min_tokens else output.put_off_always
+        if len(put_off):
+            others = bits[row].copy()
+            np.bitwise_and.at(others, put_off // 32, ~_bits_of(put_off))
+            if others.any():
+                bits[row] = others
+
+    def _accept(self, output: _Output, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            try:
+                output.matcher.accept(token_id)
+            except GrammarError as error:
+                self._fail(output, error)
+                return
+            output.num_tokens += 1
+
+    def _fail(self, output: _Output, error: GrammarError) -> None:
+        logger.error("request %d: the grammar cannot be followed any further: %s", output.request_id, error)
+        message = f"the grammar cannot be followed any further: {error}"
+        self._failures.append((output.request_id, GrammarError(message, output.param)))
+
+
+def _bits_of(token_ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    """int32 [n]: the bit of each in its word."""
+    return (np.uint32(1) << (token_ids % 32).astype(np.uint32)).view(np.int32)

@@ -1,0 +1,192 @@
+"""What JSON schemas say, as far as the libraries differ in it.
+
+xgrammar ignores some keywords, alone or beside others, and then lets through what the schema forbids. llguidance
+refuses what it cannot do. So xgrammar gets the schemas that are made of what it is known to keep to.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from tokenmill_engine.structured_output.grammar import GrammarError
+
+Schema = Any
+"""Parsed JSON."""
+
+_NOTES: Final = frozenset(
+    ("title", "description", "default", "examples", "$schema", "$comment", "deprecated", "readOnly", "writeOnly")
+)
+"""Keywords for readers; `strict` and the like, which are none, as well."""
+_DEFINITIONS: Final = ("$defs", "definitions")
+_KEPT: Final[Mapping[str, frozenset[str]]] = {
+    "string": frozenset(("minLength", "maxLength", "pattern")),
+    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
+    "object": frozenset(("properties", "required", "additionalProperties")),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_SIMPLE_PATTERN: Final = re.compile(r"\^[^|^$\\]*\$")
+"""Anchored at both ends, and nothing in it that is read in two ways."""
+_SUBSCHEMAS: Final = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS_OF_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
+
+
+def refuse_keywords(schema: Schema) -> None:
+    """Raises GrammarError, with the reason, for a schema that xgrammar is not known to keep to."""
+    if isinstance(schema, bool):
+        if not schema:
+            raise GrammarError("the schema false allows nothing")
+        return
+    if not isinstance(schema, dict):
+        raise GrammarError("a JSON schema is an object or true")
+    for name in _DEFINITIONS:
+        for definition in _mapping(schema.get(name, {}), name).values():
+            refuse_keywords(definition)
+    rules = {name: value for name, value in schema.items() if name not in _NOTES and name not in _DEFINITIONS}
+    for name in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const"):
+        if name in rules:
+            _check_alone(name, rules)
+            return
+    _check_type(rules)
+
+
+def _check_alone(name: str, rules: dict[str, Any]) -> None:
+    value = rules[name]
+    beside = rules.keys() - {name}
+    if name in ("enum", "const"):
+        values = value if name == "enum" and isinstance(value, list) else [value]
+        if any(isinstance(each, dict | list) for each in values):
+            raise GrammarError(f"{name} has values that are objects or arrays")
+        beside = beside if not _types_fit(values, rules.get("type")) else beside - {"type"}
+    if beside:
+        raise GrammarError(f"{name} stands beside {min(beside)}")
+    if name == "allOf" and isinstance(value, list) and len(value) > 1:
+        raise GrammarError("allOf has several schemas")
+    if name in ("anyOf", "oneOf", "allOf"):
+        if not isinstance(value, list) or not value:
+            raise GrammarError(f"{name} must be a list of schemas")
+        for each in value:
+            refuse_keywords(each)
+    if name == "$ref" and not (isinstance(value, str) and value.startswith("#")):
+        raise GrammarError("$ref leads out of the schema")
+
+
+def _types_fit(values: list[Any], kind: Any) -> bool:
+    fits = {
+        "string": lambda value: isinstance(value, str),
+        "integer": lambda value: type(value) is int,
+        "number": lambda value: type(value) in (int, float),
+        "boolean": lambda value: isinstance(value, bool),
+        "null": lambda value: value is None,
+    }
+    return isinstance(kind, str) and kind in fits and all(fits[kind](value) for value in values)
+
+
+def _check_type(rules: dict[str, Any]) -> None:
+    kind = rules.pop("type", None)
+    if isinstance(kind, list):
+        if rules:
+            raise GrammarError(f"a list of types stands beside {min(rules)}")
+        return
+    if kind is None:
+        kind = next((name for name in ("object", "array") if rules and rules.keys() <= _KEPT[name]), None)
+        if kind is None:
+            if rules:
+                raise GrammarError(f"{min(rules)} has no type beside it")
+            return
+        if rules.keys() == {"required"}:
+            raise GrammarError("required has no type beside it")
+    foreign = rules.keys() - _KEPT.get(kind if isinstance(kind, str) else "", frozenset())
+    if foreign:
+        raise GrammarError(f"{min(foreign)} is not supported by xgrammar")
+    if "pattern" in rules and not (len(rules) == 1 and _is_simple(rules["pattern"])):
+        raise GrammarError("pattern is supported by xgrammar only alone, and in simple cases")
+    _check_parts(rules)
+
+
+def _is_simple(pattern: Any) -> bool:
+    return isinstance(pattern, str) and _SIMPLE_PATTERN.fullmatch(pattern) is not None
+
+
+def _check_parts(rules: dict[str, Any]) -> None:
+    properties = _mapping(rules.get("properties", {}), "properties")
+    required = rules.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
+        raise GrammarError("required names what is not among the properties")
+    for part in properties.values():
+        refuse_keywords(part)
+    if rules.get("additionalProperties", False) is not False:
+        refuse_keywords(rules["additionalProperties"])
+    if rules.get("items", False) is not False:
+        refuse_keywords(rules["items"])
+    for part in rules.get("prefixItems", []):
+        refuse_keywords(part)
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise GrammarError(f"{name} must be an object")
+    return value
+
+
+def with_closed_objects(schema: Schema) -> Schema:
+    """`schema` in which objects that name properties have no others unless it says so. Left as it is where several
+    schemas describe one object together: what one of them does not name another may."""
+    return schema if _describes_together(schema) else _closed(schema)
+
+
+def _describes_together(schema: Schema) -> bool:
+    if isinstance(schema, list):
+        return any(_describes_together(each) for each in schema)
+    if not isinstance(schema, dict):
+        return False
+    together = "allOf" in schema or ("properties" in schema and schema.keys() & {"anyOf", "oneOf", "$ref", "if"})
+    return bool(together) or any(_describes_together(each) for each in schema.values())
+
+
+def _closed(schema: Schema) -> Schema:
+    if not isinstance(schema, dict):
+        return schema
+    closed = _map_schemas(schema, _closed)
+    names = closed.keys() & {"properties", "patternProperties"}
+    if names and not closed.keys() & {"additionalProperties", "unevaluatedProperties"}:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def refuse_open_escape(regex: str) -> None:
+    """Raises GrammarError for a last backslash that escapes nothing: libraries put something behind it."""
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise GrammarError("the regex ends with a backslash that escapes nothing")
+
+
+def without_unknown_formats(schema: Schema, known: Collection[str]) -> Schema:
+    """`schema` without `format` where it is none of `known`: JSON Schema allows any, as a note to the reader.
+
+    Raises GrammarError for a pattern that ends in the middle.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    for pattern in (schema.get("pattern"), *_mapping(schema.get("patternProperties", {}), "patternProperties")):
+        if isinstance(pattern, str):
+            refuse_open_escape(pattern)
+    kept = _map_schemas(schema, lambda part: without_unknown_formats(part, known))
+    if isinstance(kept.get("format"), str) and kept["format"] not in known:
+        del kept["format"]
+    return kept
+
+
+def _map_schemas(schema: dict[str, Any], change: Any) -> dict[str, Any]:
+    """A copy in which the schemas directly within are changed."""
+    changed = dict(schema)
+    for name, value in schema.items():
+        if name in _SUBSCHEMAS:
+            changed[name] = change(value)
+        elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            changed[name] = [change(each) for each in value]
+        elif name in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+            changed[name] = {key: change(each) for key, each in value.items()}
+    return changed

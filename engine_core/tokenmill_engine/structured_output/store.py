@@ -1,0 +1,128 @@
+"""Compiled grammars of one engine core: cached, and compiled away from its loop.
+
+Compiling happens in a process of its own (`compiler_process`); threads of this one wait for it, and load what it gives.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from tokenmill_engine.config.engine import EngineConfig
+from tokenmill_engine.errors import EngineError, TokenmillError
+from tokenmill_engine.messages import StructuredSpec
+from tokenmill_engine.structured_output.asking import Question
+from tokenmill_engine.structured_output.backends import Backends, order_of
+from tokenmill_engine.structured_output.compiler import GrammarCompiler
+from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
+
+logger = logging.getLogger(__name__)
+
+CACHE_BYTES: Final = 256 << 20
+"""Of grammars that are kept for later requests."""
+_LIMIT_S: Final = 1.0
+"""Processor time that a library may take for one grammar, and if there is another one to ask after it:"""
+_FIRST_LIMIT_S: Final = 0.5
+_AT_ONCE: Final = 4
+"""Grammars that are compiled at the same time."""
+
+Compiled = tuple[StructuredSpec, Grammar | TokenmillError]
+
+
+class GrammarStore:
+    """Used by one thread."""
+
+    def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
+        """`wake` is called, in another thread, whenever `finished` has something new."""
+        model = config.model
+        self._model, self._wake = model, wake
+        self._wanted = config.structured_output.backend
+        self._backends = Backends(model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
+        self._compiler: GrammarCompiler | None = None
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grammar")
+        self._compiling: set[StructuredSpec] = set()
+        self._finished: SimpleQueue[Compiled] = SimpleQueue()
+        self._cache: OrderedDict[StructuredSpec, Grammar] = OrderedDict()
+        """The one used last is the last."""
+        self._num_bytes = 0
+
+    def find(self, spec: StructuredSpec) -> Grammar | None:
+        """The grammar, if it is known."""
+        grammar = self._cache.get(spec)
+        if grammar is not None:
+            self._cache.move_to_end(spec)
+        return grammar
+
+    def compile(self, spec: StructuredSpec) -> None:
+        """Begin to compile, unless that has begun. Call it in the process's main thread: a process may be started."""
+        if spec in self._compiling:
+            return
+        self._compiling.add(spec)
+        try:
+            compiler = self._started_compiler()
+        except OSError as error:
+            failed = EngineError(f"grammars cannot be compiled: {error}")
+            self._finished.put((spec, failed))
+            self._wake()
+            return
+        self._threads.submit(self._work, spec, compiler)
+
+    def finished(self) -> Iterator[Compiled]:
+        """What was compiled since the last call, and what could not be."""
+        while True:
+            try:
+                spec, grammar = self._finished.get(block=False)
+            except Empty:
+                return
+            self._compiling.discard(spec)
+            if not isinstance(grammar, TokenmillError):
+                self._keep(spec, grammar)
+            yield spec, grammar
+
+    def close(self) -> None:
+        """End the compiler; nothing is finished any more."""
+        if self._compiler is not None:
+            self._compiler.close()
+            self._compiler = None
+        self._threads.shutdown()
+
+    def _started_compiler(self) -> GrammarCompiler:
+        if self._compiler is not None and not self._compiler.is_alive:
+            logger.error("the process that compiles grammars has ended; another one is started")
+            self._compiler.close()
+            self._compiler = None
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._model)
+        return self._compiler
+
+    def _work(self, spec: StructuredSpec, compiler: GrammarCompiler) -> None:
+        try:
+            result: Grammar | TokenmillError = self._compiled(spec, compiler)
+        except TokenmillError as error:
+            result = error
+        except Exception as error:
+            logger.exception("a grammar cannot be compiled")
+            result = EngineError(f"the grammar cannot be compiled: {type(error).__name__}")
+        self._finished.put((spec, result))
+        self._wake()
+
+    def _compiled(self, spec: StructuredSpec, compiler: GrammarCompiler) -> Grammar:
+        """By the first library that can. What the last one says of it is told: it knows the most."""
+        order = order_of(self._wanted, spec)
+        for backend in order[:-1]:
+            try:
+                compiled = compiler.compile(Question(backend, spec, _FIRST_LIMIT_S))
+                return self._backends.of(backend).load(compiled)
+            except GrammarError as error:
+                logger.debug("%s: %s", backend, error)
+        compiled = compiler.compile(Question(order[-1], spec, _LIMIT_S))
+        return self._backends.of(order[-1]).load(compiled)
+
+    def _keep(self, spec: StructuredSpec, grammar: Grammar) -> None:
+        self._cache[spec] = grammar
+        self._num_bytes += grammar.num_bytes
+        while self._num_bytes > CACHE_BYTES and len(self._cache) > 1:
+            _, dropped = self._cache.popitem(last=False)
+            self._num_bytes -= dropped.num_bytes

@@ -1,0 +1,48 @@
+"""What each token id of a model writes, for whoever has to foresee text but tokenizes none."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+
+from tokenmill_engine.config.gguf_file import is_gguf
+from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
+from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
+from tokenmill_engine.vocabulary.token_bytes import build_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model."""
+
+    token_bytes: list[bytes]
+    """[vocab_size] bytes of each id; special tokens, and ids that no token has, write nothing."""
+    special_token_ids: frozenset[int]
+    end_token_ids: tuple[int, ...]
+    """Those that end a text, all within the vocabulary."""
+    backend: Backend
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a piece of text, none of them special."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def read_backend(path: str) -> Backend:
+    """The tokenizer of a folder in Hugging Face layout or of a GGUF file.
+
+    Raises ConfigError if there is none, or one of a kind that cannot be reproduced exactly.
+    """
+    return load_gguf_tokenizer(path) if is_gguf(path) else load_hf_tokenizer(Path(path))
+
+
+def read_vocabulary(path: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> Vocabulary:
+    """The tokens that `read_backend(path)` has, for a model whose logits are `vocab_size` numbers."""
+    backend = read_backend(path)
+    specials = frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+    written = build_token_bytes(backend)[:vocab_size]
+    written += [b""] * (vocab_size - len(written))
+    for token_id in specials | set(end_token_ids):
+        if token_id < vocab_size:
+            written[token_id] = b""
+    return Vocabulary(written, specials, tuple(each for each in end_token_ids if each < vocab_size), backend)

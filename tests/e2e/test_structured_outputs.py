@@ -1,0 +1,229 @@
+"""Structured outputs over HTTP: what comes follows what was asked for, beside streams that are free."""
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from tests.support.server import Server, check_error
+
+pytestmark = pytest.mark.slow
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["tall", "kind"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+}
+MESSAGES = [{"role": "user", "content": "Describe a person as JSON."}]
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def client(smollm_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=smollm_server.url, timeout=120) as client:
+        yield client
+
+
+def generate(client: httpx.Client, chat: bool = True, **fields: Any) -> list[dict[str, Any]]:
+    """The choices."""
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body: dict[str, Any] = {"messages": MESSAGES} if chat else {"prompt": PROMPT}
+    response = client.post(path, json={**body, "max_tokens": 100, **fields})
+    assert response.status_code == 200, response.text
+    choices: list[dict[str, Any]] = response.json()["choices"]
+    return choices
+
+
+def texts(client: httpx.Client, **fields: Any) -> list[str]:
+    """Of choices that came to their end."""
+    choices = generate(client, **fields)
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
+
+
+def random_sampling(chance: random.Random) -> dict[str, Any]:
+    """Parameters of all kinds."""
+    return {
+        "temperature": chance.choice([0, 0.7, 1.5]),
+        "top_p": chance.choice([1, 0.8]),
+        "top_k": chance.choice([0, 20]),
+        "presence_penalty": chance.choice([0, 1.5]),
+        "repetition_penalty": chance.choice([1, 1.3]),
+        "seed": chance.randrange(1000),
+        "logit_bias": chance.choice([None, {"2": 20, "17": -5}]),
+        "min_tokens": chance.choice([0, 3]),
+        "logprobs": chance.choice([None, True]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sampling_follows(client: httpx.Client, seed: int) -> None:
+    sampling = random_sampling(random.Random(seed))
+    for schema in (PERSON, {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}):
+        (text,) = texts(client, structured_outputs={"json": schema, "disable_any_whitespace": True}, **sampling)
+        jsonschema.validate(json.loads(text), schema)
+    assert set(texts(client, structured_outputs={"choice": ["red", "deep blue"]}, n=2, **sampling)) <= {
+        "red",
+        "deep blue",
+    }
+    (text,) = texts(client, structured_outputs={"regex": r"[A-C]{2,3}-\d{4}"}, **sampling)
+    assert re.fullmatch(r"[A-C]{2,3}-\d{4}", text)
+
+
+def test_choices_have_states_of_their_own(client: httpx.Client) -> None:
+    regex = r"(one|two|three|four)( (one|two|three|four)){2}"
+    found = texts(client, chat=False, structured_outputs={"regex": regex}, n=6, temperature=2, seed=5)
+    assert all(re.fullmatch(regex, text) for text in found)
+    assert len(set(found)) > 1
+
+
+def test_the_fields_of_response_format(client: httpx.Client) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    (text,) = texts(client, response_format=schema, temperature=0)
+    jsonschema.validate(json.loads(text), PERSON)
+    (choice,) = generate(client, response_format={"type": "json_object"}, temperature=0)
+    assert choice["message"]["content"].startswith("{")
+    older = {"structures": [{"begin": "<p>", "schema": PERSON, "end": "</p>"}], "triggers": ["<p>"]}
+    content = {"type": "json_schema", "json_schema": PERSON}
+    newer = {"format": {"type": "tag", "begin": "<p>", "content": content, "end": "</p>"}}
+    generate(client, response_format={"type": "structural_tag", **older}, temperature=0, max_tokens=8)
+    (text,) = texts(client, response_format={"type": "structural_tag", **newer}, temperature=0)
+    inner = re.fullmatch(r"<p>(.*)</p>", text, re.DOTALL)
+    assert inner is not None
+    jsonschema.validate(json.loads(inner[1]), PERSON)
+
+
+def test_a_stream_says_the_same(client: httpx.Client, smollm_server: Server) -> None:
+    fields: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 100, "model": "any"}
+    with OpenAI(base_url=f"{smollm_server.url}/v1", api_key="none", max_retries=0) as official:
+        fields["model"] = official.models.list().data[0].id
+        body = {"structured_outputs": {"json": PERSON}}
+        chunks = official.chat.completions.create(**fields, stream=True, extra_body=body)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert [streamed] == texts(client, structured_outputs={"json": PERSON}, temperature=0)
+
+
+def test_models_of_pydantic_are_parsed(smollm_server: Server) -> None:
+    class Pet(BaseModel):
+        name: str
+        legs: int | None
+
+    with OpenAI(base_url=f"{smollm_server.url}/v1", api_key="none", max_retries=0) as official:
+        parsed = official.chat.completions.parse(
+            model=official.models.list().data[0].id,
+            messages=[{"role": "user", "content": "Name a pet."}],
+            response_format=Pet,
+            temperature=0,
+            max_tokens=200,
+        )
+    assert isinstance(parsed.choices[0].message.parsed, Pet)
+
+
+def test_the_end_is_put_off_but_not_denied(client: httpx.Client) -> None:
+    """By `min_tokens` and `ignore_eos`."""
+    letters = {"regex": "a*"}
+    (choice,) = generate(client, structured_outputs=letters, ignore_eos=True, temperature=0, max_tokens=9)
+    assert (choice["finish_reason"], set(choice["message"]["content"])) == ("length", {"a"})
+    (text,) = texts(client, structured_outputs=letters, min_tokens=4, temperature=0, logit_bias={"2": 100})
+    assert set(text) == {"a"}
+    assert texts(client, structured_outputs={"choice": ["red"]}, min_tokens=50, ignore_eos=True) == ["red"]
+
+
+def test_a_stop_string_and_a_limit_cut_it(client: httpx.Client) -> None:
+    regex = {"regex": "abc xyz abc"}
+    (choice,) = generate(client, structured_outputs=regex, stop=["xyz"])
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("abc ", "xyz")
+    (choice,) = generate(client, structured_outputs=regex, max_tokens=1)
+    assert choice["finish_reason"] == "length"
+    assert "abc xyz abc".startswith(choice["message"]["content"])
+
+
+def test_log_probabilities_are_those_of_the_model(client: httpx.Client) -> None:
+    """Before masks: the likeliest tokens may be others than those that were allowed."""
+    (choice,) = generate(client, structured_outputs={"choice": ["zebra"]}, logprobs=True, top_logprobs=2)
+    entries = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries).startswith("zebra")
+    assert entries[0]["token"] not in {top["token"] for top in entries[0]["top_logprobs"]}
+    assert -50 < entries[0]["logprob"] < entries[0]["top_logprobs"][1]["logprob"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        *({"regex": regex} for regex in ("[a", "(?<=x)y", "\\", "(a", "(a{1000}){1000}")),
+        *({"json": {"type": "string", "pattern": pattern}} for pattern in ("[a", "(?<=x)y", "\\")),
+        {"json": {"type": "no such type"}},
+        {"json": {"type": "array", "uniqueItems": True}},
+        {"json": {"$ref": "#/nowhere"}},
+        {"grammar": "root ::= nothing"},
+        {"grammar": "start: nothing"},
+        {"structural_tag": {"format": {"type": "no such type"}}},
+    ],
+)
+def test_what_makes_no_sense_is_refused(client: httpx.Client, wanted: dict[str, Any]) -> None:
+    """Also where a stream was asked for."""
+    for stream in (False, True):
+        body = {"messages": MESSAGES, "structured_outputs": wanted, "stream": stream}
+        error = check_error(client.post("/v1/chat/completions", json=body), 400)
+        assert error["param"] == "structured_outputs"
+    assert texts(client, structured_outputs={"choice": ["fine"]}) == ["fine"]
+
+
+def hostile(depth: int) -> dict[str, Any]:
+    """Half of the alternatives at each level are open until the end."""
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(depth):
+        required = {"type": "object", "properties": {f"a{level}": schema}, "required": [f"a{level}"]}
+        schema = {"oneOf": [required, {"type": "object", "properties": {f"b{level}": schema}}]}
+    return schema
+
+
+def test_hostile_schemas_hold_nobody_up(client: httpx.Client, smollm_server: Server) -> None:
+    """Free streams go on to their end beside them, and others are answered."""
+    body = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    wide = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(3000)}}
+    with client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        for schema in (wide, {"oneOf": [hostile(9), {"type": "array", "uniqueItems": True}]}):
+            answer = client.post(
+                "/v1/chat/completions", json={"messages": MESSAGES, "structured_outputs": {"json": schema}}
+            )
+            error = check_error(answer, 400)
+            assert error["param"] == "structured_outputs"
+        assert json.loads([*lines][-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_free_and_structured_requests_run_together(client: httpx.Client, smollm_server: Server) -> None:
+    """Greedy ones say what they say alone."""
+    free = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    bound = {**free, "max_tokens": 60, "structured_outputs": {"json": PERSON}}
+    alone = [client.post("/v1/completions", json=body).json()["choices"][0]["text"] for body in (free, bound)]
+
+    async def together() -> list[str]:
+        async with httpx.AsyncClient(base_url=smollm_server.url, timeout=120) as many:
+            answers = await asyncio.gather(*(many.post("/v1/completions", json=body) for body in [free, bound] * 6))
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    assert asyncio.run(together()) == alone * 6
+
+
+def test_who_leaves_before_the_grammar_is_ready(client: httpx.Client, smollm_server: Server) -> None:
+    """Nothing is left of the request."""
+    schema = {"type": "object", "properties": {f"q{index}": {"type": "string"} for index in range(900)}}
+    body = {"messages": MESSAGES, "structured_outputs": {"json": schema}, "max_tokens": 2000}
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/chat/completions", json=body, timeout=0.1)
+    smollm_server.check_idle()

@@ -1,0 +1,134 @@
+"""Grammars are compiled in a process of their own, within limits, and kept."""
+
+import dataclasses
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from tests.support.engine_bench import engine_config
+from tests.support.grammars import spec
+from tests.support.server import PATIENCE_S, wait_for
+from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
+from tokenmill_engine.config.model_files import embedded_model_path
+from tokenmill_engine.errors import EngineError, TokenmillError
+from tokenmill_engine.messages import StructuredSpec
+from tokenmill_engine.structured_output import store as store_module
+from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
+from tokenmill_engine.structured_output.store import GrammarStore
+
+pytestmark = pytest.mark.slow
+
+Compile = Callable[[StructuredSpec], Grammar | TokenmillError]
+
+
+def smollm_config() -> EngineConfig:
+    """Of an engine that has the embedded model's tokens."""
+    config = engine_config(64, SchedulerConfig())
+    architecture = dataclasses.replace(config.model.architecture, vocab_size=49152)
+    tokenizer = str(embedded_model_path())
+    model = dataclasses.replace(config.model, architecture=architecture, tokenizer_path=tokenizer, eos_token_ids=(2,))
+    return dataclasses.replace(config, model=model)
+
+
+class Waiting:
+    """A store and the end of each compilation."""
+
+    def __init__(self) -> None:
+        self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.store = GrammarStore(smollm_config(), lambda: self.woken.put(None))
+
+    def compile(self, *wanted: StructuredSpec) -> list[Grammar | TokenmillError]:
+        for each in wanted:
+            self.store.compile(each)
+        results = {}
+        while set(results) != set(wanted):
+            self.woken.get(timeout=PATIENCE_S)
+            results.update(self.store.finished())
+        return [results[each] for each in wanted]
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Iterator[Waiting]:
+    waiting = Waiting()
+    yield waiting
+    waiting.store.close()
+
+
+def compiler(waiting: Waiting) -> psutil.Process:
+    assert waiting.store._compiler is not None
+    return psutil.Process(waiting.store._compiler._child.process.pid)
+
+
+def hostile(depth: int) -> dict[str, object]:
+    """Twice the size with each level, for who unfolds it."""
+    schema: dict[str, object] = {"type": "string"}
+    for level in range(depth):
+        schema = {"type": "object", "properties": {f"{name}{level}": schema for name in "ab"}}
+    return schema
+
+
+def test_what_is_compiled_is_kept(waiting: Waiting) -> None:
+    schema, wrong = spec("json", {"type": "integer"}), spec("regex", "[a")
+    grammar, error = waiting.compile(schema, wrong)
+    assert waiting.store.find(schema) is grammar
+    assert isinstance(error, GrammarError)
+    assert "unclosed" in error.message
+    assert waiting.store.find(wrong) is None
+
+
+def test_hostile_ones_end_and_harm_nobody(waiting: Waiting) -> None:
+    """One library would take minutes for the first, and the other one does it at once; the second is for nobody."""
+    wide = spec("json", {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(400)}})
+    deep = spec("json", hostile(12))
+    fine = spec("choice", ["yes", "no"])
+    results = waiting.compile(wide, deep, fine)
+    assert not isinstance(results[0], TokenmillError)
+    assert not isinstance(results[2], TokenmillError)
+    if isinstance(results[1], TokenmillError):
+        assert isinstance(results[1], GrammarError)
+    wait_for(lambda: not compiler(waiting).children(), PATIENCE_S, "forked processes to end")
+    assert compiler(waiting).is_running()
+
+
+def test_one_that_takes_too_long_is_refused(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(store_module, "_FIRST_LIMIT_S", 0.05)
+    (error,) = waiting.compile(
+        spec("json", {"type": "object", "properties": {f"q{i}": {"type": "string"} for i in range(4000)}})
+    )
+    assert isinstance(error, GrammarError)
+    assert "0.05 s" in error.message
+
+
+def test_a_compiler_that_dies_is_replaced(waiting: Waiting) -> None:
+    waiting.compile(spec("regex", "a"))
+    process = compiler(waiting)
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE, PATIENCE_S, "the compiler to end")
+    (grammar,) = waiting.compile(spec("regex", "b"))
+    assert not isinstance(grammar, TokenmillError)
+    assert compiler(waiting).pid != process.pid
+
+
+def test_one_that_dies_at_work_is_told(waiting: Waiting) -> None:
+    waiting.compile(spec("regex", "c"))
+    process = compiler(waiting)
+    process.suspend()
+    waiting.store.compile(spec("regex", "d"))
+    process.kill()
+    waiting.woken.get(timeout=PATIENCE_S)
+    ((_, error),) = waiting.store.finished()
+    assert isinstance(error, EngineError)
+
+
+def test_the_cache_is_bounded(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = spec("choice", ["a", "b"]), spec("choice", ["c", "d"])
+    waiting.compile(first, second)
+    monkeypatch.setattr(store_module, "CACHE_BYTES", 1)
+    third = spec("choice", ["e", "f"])
+    waiting.compile(third)
+    assert [waiting.store.find(each) is not None for each in (first, second, third)] == [False, False, True]
