@@ -4,6 +4,7 @@ Calls are spelled as the models' own templates spell them in histories (Qwen2.5,
 Mistral Small 3.1 and newer ones); the others are mistakes that models make, and texts that look like calls.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,24 @@ PARIS = ("get_weather", {"city": "Paris"})
 NOW = ("now", {})
 _CODE = 'def f():\n    return "</tag> {\\"a\\": [1]}"\n'
 
+_MANY = {
+    "city": 'Zürich "X"\n2',
+    "days": 3,
+    "detailed": True,
+    "share": None,
+    "tags": ["a", "b"],
+    "where": {"x": [1.5]},
+}
+"""What the templates of the models were given, for the outputs that are theirs."""
+_MANY_JSON = json.dumps(_MANY, ensure_ascii=False)
+
 HERMES = [
+    Output(
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {_MANY_JSON}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "",
+        (("get_weather", _MANY), NOW),
+    ),
     Output("Plain text, a < b, <tool> and <tool_call", "Plain text, a < b, <tool> and <tool_call"),
     Output('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", (PARIS,)),
     Output(
@@ -78,6 +96,14 @@ HERMES = [
 ]
 
 QWEN3_CODER = [
+    Output(
+        '\n<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich "X"\n2\n</parameter>\n<parameter=days>\n3\n'
+        "</parameter>\n<parameter=detailed>\nTrue\n</parameter>\n<parameter=share>\nNone\n</parameter>\n"
+        '<parameter=tags>\n["a", "b"]\n</parameter>\n<parameter=where>\n{"x": [1.5]}\n</parameter>\n</function>\n'
+        "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "",
+        (("get_weather", _MANY), NOW),
+    ),
     Output("<tool_call>\n<function=now>\n</function>\n</tool_call>", "", (NOW,)),
     Output(
         "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
@@ -121,6 +147,7 @@ QWEN3_CODER = [
 ]
 
 LLAMA3_JSON = [
+    Output(f'{{"name": "get_weather", "parameters": {_MANY_JSON}}}', "", (("get_weather", _MANY),)),
     Output('{"name": "get_weather", "parameters": {"city": "Paris"}}', "", (PARIS,)),
     Output('<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', "", (PARIS,)),
     Output('{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}', "", (PARIS,)),
@@ -167,6 +194,12 @@ PYTHONIC = [
 ]
 
 MISTRAL = [
+    Output(
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {_MANY_JSON}, "id": "abcdefgh1"}}, '
+        '{"name": "now", "arguments": {}, "id": "abcdefgh2"}]',
+        "",
+        (("get_weather", _MANY), NOW),
+    ),
     Output('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"}]', "", (PARIS,)),
     Output(
         'I look.[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, '

@@ -8,6 +8,7 @@ from tokenmill_server.parsing.chat_output import ChatDelta
 from tokenmill_server.parsing.plan import OutputPlan
 from tokenmill_server.processing.generation import CompletionOutput, TokenLogprob
 from tokenmill_server.processing.output_processor import Choice
+from tokenmill_server.processing.sse import json_bytes
 from tokenmill_server.protocol.chunks import ChatShape, ChoiceState, StreamSession
 from tokenmill_server.protocol.logprobs import LogprobFormatter
 
@@ -95,6 +96,8 @@ class ParsedChoiceStream:
         self._shape = shape
         self._parsed = parsed
         self._states = [_State(parsed) for _ in range(num_choices)]
+        options = session.options
+        self._fast = options.interval == 1 and not options.return_token_ids and not options.continuous_usage
         if parsed.plan.reasoning is not None:
             session.num_reasoning_tokens = self._num_reasoning_tokens
         session.expect(num_choices)
@@ -110,14 +113,27 @@ class ParsedChoiceStream:
             self._session.buffer.write(self._shape.start(self._session, choice.index, waiting, choice))
         if state.counter is not None:
             state.counter.count(token_ids)
+        delta = state.output.push(text)
+        if self._fast and logprobs is None and not finished:
+            self._write_now(choice.index, delta)
+            return
         waiting.add("", token_ids, logprobs)
-        state.delta.add(state.output.push(text))
+        state.delta.add(delta)
         if finished:
             state.delta.add(state.output.finish())
         if finished or waiting.num_waiting >= self._session.options.interval:
             if not self._parsed.plan.include_reasoning and not state.hide_thinking() and not finished:
                 return
             self._send(choice, state)
+
+    def _write_now(self, index: int, delta: ChatDelta) -> None:
+        """A chunk with nothing but this."""
+        session = self._session
+        if delta.content and not delta.calls and not delta.reasoning:
+            prefix = session.prefix + str(index).encode() + self._shape.plain_prefix
+            session.buffer.write(prefix + json_bytes(delta.content) + self._shape.plain_suffix)
+        elif body := self._delta(delta):
+            session.buffer.write(session.chunk({"index": index, "delta": body, "finish_reason": None}))
 
     def on_error(self, error: TokenmillError) -> None:
         self._session.buffer.close(error)
