@@ -27,6 +27,17 @@ class ToolUse:
     parallel: bool
 
     @property
+    def is_forced(self) -> bool:
+        """Whether the output is calls, whatever the model would like."""
+        return self.choice in ("required", "named")
+
+    @property
+    def strict(self) -> list[tuple[int, str]]:
+        """Places and names of the functions whose calls are to follow their schemas."""
+        functions = [tool["function"] for tool in self.tools]
+        return [(index, function["name"]) for index, function in enumerate(functions) if function.get("strict")]
+
+    @property
     def schemas(self) -> dict[str, Any]:
         """Parameters by the names of functions."""
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}

@@ -3,7 +3,6 @@
 from fastapi import Request
 from starlette.responses import Response
 
-from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.deadlines import in_time
 from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.parsing.plan import OutputPlan
@@ -19,7 +18,13 @@ from tokenmill_server.protocol.replies import Json, chat_choice, chat_reply
 from tokenmill_server.protocol.tools import read_tool_use
 from tokenmill_server.routes.bodies import large_json_reply
 from tokenmill_server.routes.ignored import note_ignored
-from tokenmill_server.routes.output_plan import plan_output, showing_tags, tools_without_effect, with_tools
+from tokenmill_server.routes.output_plan import (
+    fitted_to,
+    plan_output,
+    with_grammar_of_calls,
+    with_tools,
+    without_effect,
+)
 from tokenmill_server.routes.replying import while_connected
 from tokenmill_server.routes.requests import Call, api_key_of, open_call
 
@@ -32,10 +37,8 @@ async def create_chat_completion(request: Request) -> Response:
     messages = parse_messages(fields.messages, parts)
     note_ignored(call.context, call.headers, parts.ignored)
     tools = read_tool_use(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-    if tools is not None and tools.choice in ("required", "named"):
-        raise InvalidRequestError("tool_choice may be auto or none here", "tool_choice", "unsupported_parameter")
     options = with_tools(call.context, call.context.chat_options(fields), tools)
-    note_ignored(call.context, call.headers, tools_without_effect(options, tools))
+    note_ignored(call.context, call.headers, without_effect(call.context, fields, options, tools))
     limit = fields.token_limit()
     if limit is None and "max_tokens" in defaults:
         limit = min(defaults["max_tokens"], inputs.max_model_len)  # the model's own default may exceed what fits here
@@ -45,6 +48,7 @@ async def create_chat_completion(request: Request) -> Response:
         logprobs=fields.num_top_logprobs(),
         prompt_logprobs=fields.prompt_logprobs,
     )
+    sampling = with_grammar_of_calls(call.context, sampling, fields, tools)
     wishes = call.context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
     if parts.sources and media is not None:
         asked = MediaRequest(parts.sources, wishes, (api_key_of(request), fields.cache_salt or ""))
@@ -58,7 +62,7 @@ async def create_chat_completion(request: Request) -> Response:
     plan = plan_output(call.context, fields, tools, messages, prompt.text or "")
     generation_request = inputs.build(
         prompt,
-        showing_tags(sampling, plan, inputs.tokenizer),
+        fitted_to(plan, sampling, inputs.tokenizer),
         label=call.request_id,
         arrival_time=call.arrival_time,
         priority=call.priority,

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.messages import SamplingParams, StructuredOutputsParams
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.context import ServerContext
+from tokenmill_server.parsing.answer_grammar import TAGGED_PARSERS, after_thinking, answer_or_calls, text_with_calls
+from tokenmill_server.parsing.call_schema import arguments_schema, calls_schema
 from tokenmill_server.parsing.plan import OutputPlan, ToolPlan
 from tokenmill_server.parsing.reasoning import CLOSE, OPEN, Start, start_after, start_within
 from tokenmill_server.parsing.registry import ALWAYS_THINKS, TOOL_TAGS
@@ -58,14 +61,67 @@ def _check_auto(config: ServerConfig, knows_tools: bool) -> None:
         )
 
 
-def tools_without_effect(options: ChatOptions, tools: ToolUse | None) -> list[str]:
-    """Names of what a request says of tools that changes nothing."""
-    if tools is None or tools.choice in ("required", "named"):
+def without_effect(
+    context: ServerContext, fields: ChatRequest, options: ChatOptions, tools: ToolUse | None
+) -> list[str]:
+    """Names of what a request says of tools, or of an answer beside them, that changes nothing."""
+    if tools is None:
         return []
+    has_format = fields.structured_outputs is not None or _is_structured(fields)
+    if tools.is_forced:
+        return ["response_format"] if has_format else []
     if "tools" not in options.template_variables:
         return ["tools"]
-    strict = [index for index, tool in enumerate(tools.tools) if tool["function"].get("strict")]
-    return [f"tools[{index}].function.strict" for index in strict]
+    if tools.choice == "auto" and _can_tag_calls(context):
+        return []
+    unused = ["tool_choice"] if has_format and tools.choice == "auto" else []
+    return unused + [f"tools[{index}].function.strict" for index, name in tools.strict]
+
+
+def with_grammar_of_calls(
+    context: ServerContext, sampling: SamplingParams, fields: ChatRequest, tools: ToolUse | None
+) -> SamplingParams:
+    """With the grammar of calls: of those that the client wants in any case, of those that may take the place of a
+    structured answer, of those of strict tools.
+
+    Raises InvalidRequestError if the output is to look like something else as well.
+    """
+    wanted = sampling.structured_outputs
+    if tools is None or tools.choice == "none":
+        return sampling
+    if tools.is_forced:
+        if fields.structured_outputs is not None:
+            raise InvalidRequestError(
+                "structured_outputs contradict tool_choice, which forces the output to be calls; leave one out",
+                "structured_outputs",
+            )
+        wanted = _forced_calls(tools)
+    elif _can_tag_calls(context):
+        parser, schemas = context.config.tool_call_parser or "", tools.schemas
+        if wanted is not None:
+            wanted = answer_or_calls(wanted, parser, schemas, parallel=tools.parallel)
+        elif tools.strict:
+            wanted = text_with_calls(parser, schemas, [name for _, name in tools.strict], "tools")
+    return msgspec.structs.replace(sampling, structured_outputs=wanted)
+
+
+def _forced_calls(tools: ToolUse) -> StructuredOutputsParams:
+    """Room for whitespace would be room for models that write nothing else."""
+    if tools.function is not None:
+        schema = arguments_schema(tools.schemas[tools.function])
+    else:
+        schema = calls_schema(tools.schemas.items(), parallel=tools.parallel)
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, param="tools")
+
+
+def _is_structured(fields: ChatRequest) -> bool:
+    return fields.response_format is not None and fields.response_format.get("type") != "text"
+
+
+def _can_tag_calls(context: ServerContext) -> bool:
+    """Whether calls can be told from text by a grammar."""
+    backend = context.engine_config.structured_output.backend
+    return context.config.tool_call_parser in TAGGED_PARSERS and backend != "guidance"
 
 
 def plan_output(
@@ -97,13 +153,18 @@ def _tool_plan(context: ServerContext, tools: ToolUse) -> ToolPlan:
     )
 
 
-def showing_tags(sampling: SamplingParams, plan: OutputPlan | None, tokenizer: Tokenizer) -> SamplingParams:
-    """With special tokens in the text, if the parsers look for some."""
+def fitted_to(plan: OutputPlan | None, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """With special tokens in the text, if the parsers look for some, and with a grammar that begins after thinking."""
     if plan is None:
         return sampling
-    tags: tuple[str, ...] = () if plan.reasoning is None else (OPEN, CLOSE)
+    changes: dict[str, Any] = {}
+    tags: tuple[str, ...] = ()
+    if plan.reasoning is not None:
+        tags = (OPEN, CLOSE)
+        if sampling.structured_outputs is not None:
+            changes["structured_outputs"] = after_thinking(sampling.structured_outputs, plan.reasoning)
     if plan.tools is not None and plan.tools.parser is not None:
         tags += TOOL_TAGS[plan.tools.parser]
     if any(tokenizer.token_id(tag) in tokenizer.special_token_ids for tag in tags):
-        return msgspec.structs.replace(sampling, skip_special_tokens=False)
-    return sampling
+        changes["skip_special_tokens"] = False
+    return msgspec.structs.replace(sampling, **changes) if changes else sampling

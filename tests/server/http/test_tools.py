@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 from tests.support.api_server import MODEL_NAME, Server, run_server
 from tests.support.sse import is_error, post_stream
 from tests.support.tool_outputs import TOOLS
+from tokenmill_engine.messages import StructuredSpec
 
 PATH = "/v1/chat/completions"
 TEMPLATE = "{% if tools is undefined %}{% endif %}{{ messages[-1].content }}<|im_end|>"
@@ -204,10 +205,75 @@ def test_tools_that_must_not_be_called(http: httpx.Client) -> None:
     assert "x-ignored-fields" not in response.headers
 
 
-def test_strict_is_not_enforced_where_the_model_chooses(http: httpx.Client) -> None:
+def asked_of_engine(server: Server) -> StructuredSpec | None:
+    return server.engines[0].added[-1].sampling.structured
+
+
+def test_calls_that_the_client_wants_in_any_case(http: httpx.Client, tool_server: Server) -> None:
+    """The grammar is the engine's affair, which this one has not got: the test writes what it would force."""
+    forced = '[{"name": "get_weather", "arguments": {"city": "Zürich"}}, {"name": "now", "arguments": {}}]'
+    asked = fields(forced, tool_choice="required")
+    choice = http.post(PATH, json=asked).json()["choices"][0]
+    spec = asked_of_engine(tool_server)
+    assert spec is not None
+    assert (spec.kind, spec.any_whitespace, spec.param) == ("structural_tag", True, "tools"), "after thinking"
+    assert '"minItems": 1' in spec.text
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == ""
+    called = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    assert called == [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
+    stream = post_stream(http, PATH, asked)
+    assert (stream.text(), stream.finish_reason()) == ("", "tool_calls")
+
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    asked = fields(THOUGHT + '{"city": "Zürich"}', tool_choice=named)
+    choice = http.post(PATH, json=asked).json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "")
+    assert choice["message"]["reasoning"] == "The user wants weather."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Zürich"}'}
+    assert post_stream(http, PATH, asked).finish_reason() == "stop"
+
+
+def test_grammars_beside_calls(http: httpx.Client, tool_server: Server) -> None:
+    wanted = {"type": "json_object"}
+    response = http.post(PATH, json=fields("Hi", response_format=wanted, tool_choice="required"))
+    assert response.headers["x-ignored-fields"] == "response_format"
+    clash = fields("Hi", structured_outputs={"regex": "a"}, tool_choice="required")
+    assert is_error(http.post(PATH, json=clash), 400, "structured_outputs")
+    response = http.post(PATH, json=fields("Hi", response_format=wanted))
+    assert "x-ignored-fields" not in response.headers
+    spec = asked_of_engine(tool_server)
+    assert spec is not None
+    assert "get_weather" in spec.text
+    assert spec.param == "response_format"
+    http.post(PATH, json=fields("Hi", tool_choice="none", response_format=wanted))
+    spec = asked_of_engine(tool_server)
+    assert spec is not None
+    assert "get_weather" not in spec.text
+    http.post(PATH, json=fields("Hi"))
+    assert asked_of_engine(tool_server) is None
+
+
+def test_strict_tools(http: httpx.Client, tool_server: Server) -> None:
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     response = http.post(PATH, json=fields("Hi", tools=[FUNCTION, tool]))
-    assert response.headers["x-ignored-fields"] == "tools[1].function.strict"
+    assert "x-ignored-fields" not in response.headers
+    spec = asked_of_engine(tool_server)
+    assert spec is not None
+    assert "triggered_tags" in spec.text
+
+
+def test_formats_that_no_grammar_tells_from_text() -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    with run_server(chat_template=TEMPLATE, tool_call_parser="pythonic") as server, server.client() as http:
+        response = http.post(PATH, json=fields("Hi", tools=[FUNCTION, tool]))
+        assert response.headers["x-ignored-fields"] == "tools[1].function.strict"
+        response = http.post(PATH, json=fields("Hi", response_format={"type": "json_object"}))
+        assert response.headers["x-ignored-fields"] == "tool_choice"
+        spec = asked_of_engine(server)
+        assert spec is not None
+        assert spec.kind == "json_object"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +312,7 @@ def test_refused(http: httpx.Client, more: dict[str, Any], param: str) -> None:
         assert is_error(http.post(PATH, json=fields("Hi", stream=stream, **more)), 400, param)
 
 
-def test_servers_that_find_no_calls(client: openai.OpenAI) -> None:
+def test_servers_that_find_no_calls() -> None:
     """The message says which flag would help."""
     for template, options, message in (
         (TEMPLATE, {}, "--tool-call-parser hermes"),

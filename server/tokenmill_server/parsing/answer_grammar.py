@@ -1,0 +1,132 @@
+"""What the output has to look like where only a part of it is to follow a grammar: after thinking, or in calls.
+
+Said as structural tags (https://github.com/mlc-ai/xgrammar), of which engines make one grammar for the whole output.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_engine.messages import StructuredOutputsParams
+from tokenmill_server.parsing.call_schema import arguments_schema
+from tokenmill_server.parsing.reasoning import CLOSE, OPEN, Start
+
+Format = dict[str, Any]
+
+_MAX_WHITESPACE = 32
+"""Characters in a row between the parts of JSON: models that have nothing to say would write it for ever."""
+_BREAKS: Format = {"type": "regex", "pattern": "\\n*"}
+_TRIGGER = "<tool_call>"
+TAGGED_PARSERS = ("hermes", "qwen3_coder")
+"""Parsers of calls that a grammar can tell from text while they are written."""
+
+
+def after_thinking(wanted: StructuredOutputsParams, start: Start) -> StructuredOutputsParams:
+    """The same for an output that may begin with thinking, which it does not apply to.
+
+    Raises InvalidRequestError for what can only be said of a whole output.
+    """
+    if start is Start.ANSWER:
+        return wanted
+    thinking = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": CLOSE}
+    if start is Start.TAG:
+        thinking = {"type": "optional", "content": {**thinking, "begin": OPEN}}
+    return _tag({"type": "sequence", "elements": [thinking, _BREAKS, format_of(wanted)]}, wanted.param)
+
+
+def answer_or_calls(
+    wanted: StructuredOutputsParams, parser: str, functions: Mapping[str, Any], *, parallel: bool
+) -> StructuredOutputsParams:
+    """The same, or calls of `functions`, as a model writes them that has the choice. `parser` is a tagged one."""
+    calls = {
+        "type": "tags_with_separator",
+        "tags": _call_tags(parser, functions),
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    return _tag({"type": "or", "elements": [format_of(wanted), calls]}, wanted.param)
+
+
+def text_with_calls(
+    parser: str, functions: Mapping[str, Any], strict: Sequence[str], param: str
+) -> StructuredOutputsParams:
+    """Any text, in which calls of `functions` have arguments that follow their schemas; those that are not `strict` are
+    any object. `parser` is a tagged one."""
+    schemas = {name: schema if name in strict else {"additionalProperties": True} for name, schema in functions.items()}
+    return _tag({"type": "triggered_tags", "triggers": [_TRIGGER], "tags": _call_tags(parser, schemas)}, param)
+
+
+def format_of(wanted: StructuredOutputsParams) -> Format:
+    """As a part of a structural tag. Raises InvalidRequestError for what cannot be one."""
+    if wanted.structural_tag is not None:
+        given = _read(wanted.structural_tag, wanted.param)
+        return dict(given["format"]) if isinstance(given.get("format"), dict) else _older_format(given)
+    if wanted.json is not None:
+        return _json_format(_read(wanted.json, wanted.param), wanted)
+    if wanted.json_object:
+        return _json_format({"type": "object", "additionalProperties": True}, wanted)
+    if wanted.regex is not None:
+        return {"type": "regex", "pattern": wanted.regex}
+    if wanted.choice is not None:
+        return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in wanted.choice]}
+    if wanted.grammar is not None and "::=" in wanted.grammar:
+        return {"type": "grammar", "grammar": wanted.grammar}
+    raise InvalidRequestError(
+        "a grammar in Lark cannot follow thinking, nor stand beside calls of tools; write it in EBNF", wanted.param
+    )
+
+
+def _json_format(schema: Any, wanted: StructuredOutputsParams) -> Format:
+    if wanted.whitespace_pattern is not None:
+        raise InvalidRequestError(
+            "whitespace_pattern cannot follow thinking, nor stand beside calls of tools", wanted.param
+        )
+    if isinstance(schema, dict) and wanted.disable_additional_properties is False:
+        schema = {"additionalProperties": True, **schema}
+    most = 1 if wanted.disable_any_whitespace else _MAX_WHITESPACE
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
+
+
+def _older_format(given: Mapping[str, Any]) -> Format:
+    """Of a tag with `structures` and `triggers`."""
+    tags = [
+        {
+            "begin": each.get("begin"),
+            "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
+            "end": each.get("end"),
+        }
+        for each in given.get("structures") or ()
+        if isinstance(each, dict)
+    ]
+    return {"type": "triggered_tags", "triggers": given.get("triggers", []), "tags": tags}
+
+
+def _read(value: Any, param: str) -> Any:
+    """A JSON object, or the text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidRequestError("it must be JSON", param) from None
+    if not isinstance(value, dict | bool):
+        raise InvalidRequestError("it must be a JSON object", param)
+    return value
+
+
+def _call_tags(parser: str, functions: Mapping[str, Any]) -> list[Format]:
+    tags = []
+    for name, parameters in functions.items():
+        content: Format = {"type": "json_schema", "json_schema": arguments_schema(parameters), "max_whitespace_cnt": 1}
+        if parser == "qwen3_coder":
+            begin, end = f"{_TRIGGER}\n<function={name}>\n", "\n</function>\n</tool_call>"
+            content["style"] = "qwen_xml"
+        else:
+            begin, end = f'{_TRIGGER}\n{{"name": {json.dumps(name)}, "arguments": ', "}\n</tool_call>"
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
+    return tags
+
+
+def _tag(content: Format, param: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": content}, param=param)
