@@ -122,6 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     """Number of most likely tokens to report beside the sampled one; 0 reports the sampled one alone."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Report these tokens, not the most likely ones, where `logprobs` is a number."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

@@ -240,6 +240,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _check_vocabulary("logit_bias", tuple(bias), vocab_size)
     _check_vocabulary("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    _check_vocabulary("logprob_token_ids", sampling.logprob_token_ids, vocab_size)
     for word in sampling.bad_words_token_ids:
         _check_vocabulary("bad_words", word, vocab_size)
 

@@ -127,3 +127,18 @@ def test_the_chat_command(smollm_server: Server) -> None:
     command = [sys.executable, "-m", "tokenmill", "chat", "--url", f"{smollm_server.url}/v1", "--temperature", "0"]
     done = subprocess.run([*command, "-q", case["prompt"]], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, case["fp32_text"] + "\n")
+
+
+def test_log_probabilities_of_tokens_that_are_named(tiny_server: Server) -> None:
+    """They are those that the most likely tokens have as such."""
+    body = {"prompt": "Once", "max_tokens": 3, "temperature": 0, "return_tokens_as_token_ids": True}
+    likely = tiny_server.complete(**body, logprobs=3)["choices"][0]["logprobs"]["top_logprobs"]
+    wanted = sorted({int(name.partition(":")[2]) for top in likely for name in top})
+    named = tiny_server.complete(**body, logprobs=1, logprob_token_ids=wanted)["choices"][0]["logprobs"]["top_logprobs"]
+    for top, all_named in zip(likely, named, strict=True):
+        assert sorted(all_named) == sorted(f"token_id:{token_id}" for token_id in wanted)
+        assert {name: all_named[name] for name in top} == pytest.approx(top, abs=1e-4)
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True}
+    reply = tiny_server.post("/v1/chat/completions", **chat, logprob_token_ids=wanted[:2]).json()
+    for entry in reply["choices"][0]["logprobs"]["content"]:
+        assert len(entry["top_logprobs"]) == 2

@@ -18,6 +18,7 @@ from tokenmill_engine.sampling.masks import SampleMasks, apply_on_host
 from tokenmill_engine.sampling.table import SamplingTable
 from tokenmill_engine.sampling.tokens import TokenTable
 from tokenmill_engine.sampling.transfer import to_device
+from tokenmill_engine.sampling.wanted import WantedTokens
 
 
 @dataclass(slots=True)
@@ -45,10 +46,15 @@ class SamplingBatch:
             edits = [table.edits[slot] for slot in slots[rows].tolist()]
             self.edits = EditBatch(rows, slots[rows].astype(np.int64), edits, table.vocab_size, device)
         self.logprob_rows: NDArray[np.int64] | None = None
+        self.wanted: WantedTokens | None = None
         if self.features & bits.LOGPROBS:
             self.logprob_rows = np.flatnonzero(features & bits.LOGPROBS)
             self.logprob_index = to_device(self.logprob_rows, device)
-            self.num_top = int(table.num_logprobs[slots[self.logprob_rows]].max())
+            scored = slots[self.logprob_rows]
+            self.num_top = int(table.num_logprobs[scored].max())
+            wanted = {row: table.wanted[slot] for row, slot in enumerate(scored.tolist()) if slot in table.wanted}
+            if wanted:
+                self.wanted = WantedTokens(list(wanted), list(wanted.values()), device)
         # Kernels find their rows themselves.
         self.slots = to_device(slots.copy(), device) if device.type != "cpu" else None
         self.host_rows = HostRows.of(features, slots) if device.type == "cpu" else None
@@ -132,7 +138,10 @@ class Sampler:
         if raw is None:
             return Sampled(token_ids)
         chosen = token_ids[batch.logprob_index].clamp(min=0).to(torch.int64)
-        return Sampled(token_ids, raw.score(chosen, batch.num_top), batch.logprob_rows)
+        scores = raw.score(chosen, batch.num_top)
+        if batch.wanted is not None:
+            batch.wanted.put(scores, raw)
+        return Sampled(token_ids, scores, batch.logprob_rows)
 
     def _apply_masks(self, logits: torch.Tensor, masks: SampleMasks) -> None:
         if self._device is not None:

@@ -77,6 +77,8 @@ class SamplingTable:
         self.num_logprobs: NDArray[np.int32] = np.full(num_slots, -1, np.int32)
         self.num_prompt_logprobs: NDArray[np.int32] = np.full(num_slots, -1, np.int32)
         self.edits: dict[int, LogitEdits] = {}
+        self.wanted: dict[int, tuple[int, ...]] = {}
+        """Tokens to report log-probabilities of, if they are not to be the most likely ones."""
         self._host_floats = np.zeros((num_slots, columns.NUM_FLOATS), np.float32)
         self._host_integers = np.zeros((num_slots, columns.NUM_INTEGERS), np.int64)
         self._sends = storage is None and device.type != "cpu"
@@ -108,7 +110,11 @@ class SamplingTable:
         slot, params = start.slot, start.sampling
         edits = LogitEdits.of(params, start.stop_token_ids)
         self.features[slot] = features_of(params, edits)
-        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.num_logprobs[slot] = -1 if params.logprobs is None else len(params.logprob_token_ids) or params.logprobs
+        if params.logprobs is not None and params.logprob_token_ids:
+            self.wanted[slot] = params.logprob_token_ids
+        else:
+            self.wanted.pop(slot, None)
         self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         if edits is None:
             self.edits.pop(slot, None)

@@ -14,6 +14,7 @@ MAX_CHOICES = 1024
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+MAX_LOGPROB_TOKENS = 128
 MAX_PATTERN_SIZE = 256
 """Of `repetition_detection`: each size is a comparison for every token."""
 MAX_BAD_WORDS_CHARS = 8192
@@ -36,6 +37,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int, max_logprobs: int)
     _check_repetition(sampling.repetition_detection)
     _check_logprobs(sampling.logprobs, "logprobs", vocab_size, max_logprobs)
     _check_logprobs(sampling.prompt_logprobs, "prompt_logprobs", vocab_size, max_logprobs)
+    _check_wanted(sampling, vocab_size)
     _check_token_set(sampling.stop_token_ids, vocab_size, "stop_token_ids")
     _check_token_set(sampling.logit_bias or (), vocab_size, "logit_bias")
     if sampling.allowed_token_ids is not None:
@@ -139,6 +141,15 @@ def _check_lengths(sampling: SamplingParams) -> None:
         raise InvalidRequestError(
             f"all bad_words together may have at most {MAX_BAD_WORDS_CHARS} characters", "bad_words"
         )
+
+
+def _check_wanted(sampling: SamplingParams, vocab_size: int) -> None:
+    wanted, param = sampling.logprob_token_ids, "logprob_token_ids"
+    if len(wanted) > MAX_LOGPROB_TOKENS:
+        raise InvalidRequestError(f"{param} has {len(wanted)} entries; at most {MAX_LOGPROB_TOKENS} are allowed", param)
+    check_token_ids(wanted, vocab_size, param)
+    if wanted and sampling.logprobs is None:
+        raise InvalidRequestError(f"{param} needs logprobs", param)
 
 
 def _check_repetition(detection: RepetitionDetection | None) -> None:

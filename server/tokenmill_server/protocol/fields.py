@@ -99,6 +99,7 @@ class GenerationFields(BaseModel):
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_first_wrong_number)] = None
     allowed_token_ids: List[Int] | None = None
     bad_words: List[str] | None = None
+    logprob_token_ids: List[Int] | None = None
     prompt_logprobs: Int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -170,6 +171,7 @@ class GenerationFields(BaseModel):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words=tuple(self.bad_words or ()),
             logprobs=logprobs,
+            logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),
             prompt_logprobs=prompt_logprobs,
             repetition_detection=None if self.repetition_detection is None else self.repetition_detection.detection(),
             structured_outputs=structured_params(self.response_format, self.structured_outputs),
@@ -224,7 +226,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "use_beam_search": _is_default(False),
     "length_penalty": _is_default(1.0),
     "early_stopping": _is_default(False),
-    "logprob_token_ids": _is_default([]),
     "thinking_token_budget": _is_default(-1),
     "include_reasoning": _is_default(True),
     "chat_template": _is_default(),

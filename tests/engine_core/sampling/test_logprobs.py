@@ -69,3 +69,31 @@ def test_greedy_batches_report_unchanged_logits_without_a_copy(make_harness: Mak
     assert sampled.logprobs is not None
     assert sampled.logprobs.token_ids[0, 0] == sampled.logprobs.token_ids[0, 1] == logits.argmax()
     assert sampled.logprobs.ranks.tolist() == [1]
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_tokens_that_requests_name_take_the_place_of_the_most_likely(
+    natively: bool, make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not natively:
+        monkeypatch.setattr(native, "is_available", lambda: False)
+    harness = make_harness(vocab_size=60)
+    logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(3)) * 2
+    harness.start(0, Request(SamplingParams(temperature=0.0, logprobs=1)))
+    harness.start(1, Request(SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=(7, 59, 0))))
+    harness.start(2, Request(SamplingParams(temperature=0.0, logprob_token_ids=(7,))))  # asks for no log-probabilities
+    harness.start(3, Request(SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=(4,), logit_bias={9: 99.0})))
+    sampled = harness.sample(logits, range(4))
+    assert sampled.logprobs is not None
+    assert sampled.logprob_rows is not None
+    assert sampled.logprob_rows.tolist() == [0, 1, 3]
+    expected = logits.double().log_softmax(1)
+    names = [[int(logits[0].argmax())] * 2, [int(logits[1].argmax()), 7, 59, 0], [9, 4]]
+    for entry, (row, token_ids) in enumerate(zip((0, 1, 3), names, strict=True)):
+        assert sampled.logprobs.token_ids[entry, : len(token_ids)].tolist() == token_ids
+        values = sampled.logprobs.logprobs[entry, : len(token_ids)].numpy()
+        np.testing.assert_allclose(values, expected[row][token_ids].numpy(), atol=1e-5)
+    harness.start(1, Request(SamplingParams(temperature=0.0, logprobs=2)))
+    again = harness.sample(logits[1:2], [1])
+    assert again.logprobs is not None
+    assert again.logprobs.token_ids[0, 1:].tolist() == logits[1].topk(2).indices.tolist()

@@ -43,6 +43,7 @@ def completion(**fields: Any) -> dict[str, Any]:
         ({"allowed_token_ids": [1, 2]}, "allowed_token_ids", (1, 2)),
         ({"bad_words": [" one"]}, "bad_words_token_ids", None),
         ({"logprobs": 3}, "logprobs", 3),
+        ({"logprobs": 1, "logprob_token_ids": [9, 5, 9]}, "logprob_token_ids", (9, 5)),
     ],
 )
 def test_reaches_the_engine(
@@ -99,6 +100,7 @@ def test_special_tokens_are_hidden_unless_asked_for(client: httpx.Client) -> Non
         *[("allowed_token_ids", value) for value in ([], [49152])],
         *[("bad_words", value) for value in ([""], "x", ["x"] * 129, ["x" * 200_000])],
         ("spaces_between_special_tokens", False),
+        *[("logprob_token_ids", value) for value in ([1], [49152], [*range(129)], "x")],
         *[("prompt_logprobs", value) for value in (-1, 21, "x")],
         *[("stream", value) for value in ("yes", 1)],
         *[("stream_interval", value) for value in (0, -1, "x")],
@@ -159,7 +161,6 @@ def test_numbers_that_are_none(client: httpx.Client, field: str, literal: str) -
         ("prompt_embeds", "x"),
         ("kv_transfer_params", {"a": 1}),
         ("modalities", ["text", "audio"]),
-        ("logprob_token_ids", [1]),
         ("thinking_token_budget", 5),
         ("mm_processor_kwargs", {"a": 1}),
     ],
