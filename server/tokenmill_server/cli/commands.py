@@ -20,6 +20,7 @@ commands:
   serve        serve a model over an OpenAI-compatible HTTP API
   chat         talk to a running server
   complete     let a running server go on with a text
+  run-batch    answer the lines of an OpenAI batch file
   bench        measure a server (serve), the engine (throughput, latency, scheduler) or both beside a peer (compare)
 
 `tokenmill COMMAND --help` says more; `tokenmill --version` prints the version.
@@ -29,6 +30,7 @@ COMMANDS = {
     "serve": "tokenmill_server.cli.serve",
     "chat": "tokenmill_server.cli.chat",
     "complete": "tokenmill_server.cli.complete",
+    "run-batch": "tokenmill_server.cli.run_batch",
     "bench": "tokenmill_server.bench.cli",
 }
 """Command -> module whose `main(arguments)` runs it and returns the exit status."""
