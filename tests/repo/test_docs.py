@@ -83,8 +83,8 @@ def test_flags_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
 def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenmill_cli.main(["--help"]) == 0
-    commands = set(re.findall(r"^  (\w+)  ", capsys.readouterr().out, re.MULTILINE))
-    used = set(re.findall(r"(?:^ {4}|/bin/|`)tokenmill ([a-z]+)", page.read_text(), re.MULTILINE))
+    commands = set(re.findall(r"^  ([a-z-]+)  ", capsys.readouterr().out, re.MULTILINE))
+    used = set(re.findall(r"(?:^ {4}|/bin/|`)tokenmill ([a-z-]+)", page.read_text(), re.MULTILINE))
     assert used <= commands
 
 
