@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill_engine.errors import TokenmillError
+from tokenmill_server.config import ServerConfig
 from tokenmill_server.context import ServerContext
 from tokenmill_server.errors import ErrorReply, describe
 from tokenmill_server.middleware import RequestFrame
@@ -24,6 +25,7 @@ from tokenmill_server.routes.completions import create_completion
 from tokenmill_server.routes.models import list_models, retrieve_model
 from tokenmill_server.routes.replying import ClientGoneError, error_response
 from tokenmill_server.routes.tokenization import detokenize, tokenize
+from tokenmill_server.routes.webui import add_webui
 from tokenmill_server.version import __version__
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -83,7 +85,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False, root_path=config.root_path)
     app.state.context = context
     app.router.route_class = _PlainRoute
-    _add_routes(app)
+    _add_routes(app, config)
     for kind in (TokenmillError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(404, _answer_unknown_route)
@@ -92,7 +94,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     return RequestFrame(_Shortcut(app), config, context.metrics)
 
 
-def _add_routes(app: FastAPI) -> None:
+def _add_routes(app: FastAPI, config: ServerConfig) -> None:
     _post(app, "/v1/chat/completions", create_chat_completion, ChatRequest)
     _post(app, "/v1/completions", create_completion, CompletionRequest)
     _post(app, "/tokenize", tokenize, TokenizeRequest)
@@ -104,6 +106,8 @@ def _add_routes(app: FastAPI) -> None:
         app.add_api_route("/ping", operations.health, methods=[method], name=f"ping_{method.lower()}")
     app.add_api_route("/version", operations.version, methods=["GET"])
     app.add_api_route("/metrics", operations.metrics, methods=["GET"])
+    if not config.disable_webui:
+        add_webui(app)
     for route in list(app.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

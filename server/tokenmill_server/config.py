@@ -56,6 +56,8 @@ class ServerConfig:
     """Of the calls that the model writes (`parsing.registry`); None: it writes none that are known."""
     exclude_tools_when_tool_choice_none: bool = False
     reasoning_parser: str | None = None
+    disable_webui: bool = False
+    """No page at `/`."""
     media: MediaSettings = field(default_factory=MediaSettings)
 
 

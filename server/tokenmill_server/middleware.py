@@ -13,6 +13,7 @@ from tokenmill_server.config import ServerConfig
 from tokenmill_server.errors import describe
 from tokenmill_server.protocol.fields import is_request_id
 from tokenmill_server.routes.replying import DIRECT_SEND, error_response
+from tokenmill_server.routes.webui import needs_no_key
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Need no API key: load balancers and container probes have none."""
@@ -30,6 +31,7 @@ class RequestFrame:
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: FrontendMetrics | None) -> None:
         self._app = app
         self._api_keys = [key.encode() for key in config.api_keys]
+        self._has_webui = not config.disable_webui
         self._root_path = config.root_path
         # Browsers ask for permission without a key, and hide answers from pages whose origin is not allowed.
         self._answer = _with_cors(self._answer_allowed, config) if config.allowed_origins else self._answer_allowed
@@ -72,7 +74,7 @@ class RequestFrame:
         await error_response(describe(error))(scope, receive, send)
 
     def _is_allowed(self, path: str, authorization: bytes | None) -> bool:
-        if not self._api_keys or path in OPEN_PATHS:
+        if not self._api_keys or path in OPEN_PATHS or (self._has_webui and needs_no_key(path)):
             return True
         scheme, _, key = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer":

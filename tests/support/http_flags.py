@@ -11,6 +11,7 @@ HTTP_CASES: list[tuple[list[str], str, object]] = [
     (["--allowed-headers", '["x-a"]'], "server.allowed_headers", ("x-a",)),
     (["--allow-credentials"], "server.allow_credentials", True),
     (["--root-path", "/llm/"], "server.root_path", "/llm"),
+    (["--disable-webui"], "server.disable_webui", True),
     (["--trust-request-chat-template"], "server.trust_request_chat_template", True),
 ]
 

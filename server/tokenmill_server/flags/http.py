@@ -188,4 +188,14 @@ HTTP = (
         arity=Arity.SWITCH,
         offline=False,
     ),
+    Flag(
+        "disable-webui",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "No page at /: a playground for chats, with live charts of what the server does",
+        "server.disable_webui",
+        arity=Arity.SWITCH,
+        offline=False,
+    ),
 )

@@ -237,7 +237,8 @@ def test_api_keys_guard_everything_but_health() -> None:
     with run_server(api_keys=("secret", "other key"), max_body_bytes=1000) as server, server.client() as client:
         paths = [
             *("/v1/models", "/v1/chat/completions", "/metrics", "/version", "/tokenize", "/openapi.json", "/docs"),
-            *("/v1//models", "/V1/models", "/nothing", "/health/", "//health", "/health/../v1/models"),
+            *("/v1//models", "/V1/models", "/nothing", "/health/", f"{server.url}//health", "/health/../v1/models"),
+            *("/webui/server.json", f"{server.url}//", "/webui"),
         ]
         for path in paths:
             for headers in (
