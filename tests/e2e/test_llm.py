@@ -92,6 +92,9 @@ def test_chat(llm: LLM, tiny_server: Server) -> None:
     (output,) = llm.chat(continued, GREEDY, add_generation_prompt=False, continue_final_message=True)
     assert output.prompt is not None
     assert output.prompt.endswith("assistant\nHi ")
+    (output,) = llm.chat(conversation, GREEDY, tools=[{"type": "function", "function": {"name": "now"}}])
+    assert output.prompt is not None
+    assert output.prompt.startswith('[{"type": "function", "function": {"name": "now"}}]\n')
 
 
 def test_choices_logprobs_and_stops(llm: LLM) -> None:

@@ -27,6 +27,7 @@ SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 EOS_TOKEN_ID = SPECIAL_TOKENS.index(TURN_END)
 
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ (tools | tojson) + '\\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )

@@ -33,6 +33,8 @@ _GREEDY_BELOW = 1e-5
 """Temperatures below mean greedy decoding."""
 _MAX_INLINE_CHAT_CHARS = 65536
 """Longer conversations are rendered in a thread: a template is Python, a few milliseconds for so much."""
+_CHARS_PER_TOOL = 1024
+"""What a tool that is described, or a call of one, takes about."""
 _CHARS_PER_MESSAGE = 64
 """What a message costs beside its text."""
 
@@ -143,6 +145,8 @@ class InputProcessor:
     async def chat_text(self, messages: list[Message], options: ChatOptions) -> str:
         """Like `render_chat`, without blocking the event loop for long."""
         size = sum(len(text_of_message(message)) + _CHARS_PER_MESSAGE for message in messages)
+        size += _CHARS_PER_TOOL * len(options.template_variables.get("tools") or ())
+        size += _CHARS_PER_TOOL * sum(len(message.get("tool_calls") or ()) for message in messages)
         if size <= _MAX_INLINE_CHAT_CHARS and options.template is None:  # of others nobody knows what they take
             return self.render_chat(messages, options)
         return await asyncio.to_thread(self.render_chat, messages, options)

@@ -73,7 +73,7 @@ def _json_text(value: Any, param: str, convert: Callable[[Any], Any] = lambda va
             raise InvalidRequestError(f"it must be JSON, got {shown(value)}", param) from None
     if not isinstance(value, dict | bool):
         raise InvalidRequestError(f"it must be a JSON object, got {shown(value)}", param)
-    if _nesting(value) > MAX_NESTING:
+    if nesting(value) > MAX_NESTING:
         raise InvalidRequestError(f"it is nested more than {MAX_NESTING} levels deep", param)
     return json.dumps(convert(value), ensure_ascii=False)
 
@@ -95,7 +95,7 @@ def _tag_of(value: Any) -> Any:
     return {"type": "structural_tag", "format": triggered}
 
 
-def _nesting(value: Any) -> int:
+def nesting(value: Any) -> int:
     """Levels of objects and arrays, as far as they matter: one more than are possible is enough."""
     level = [value]
     depth = 0

@@ -57,7 +57,7 @@ class ParsedChat:
 
     def _message(self, delta: ChatDelta, echo: str) -> Json:
         content: str | None = echo + delta.content
-        if not content and not self.plan.is_forced and (delta.calls or self.plan.reasoning is not None):
+        if not content and not self.plan.is_forced and (delta.calls or (self.plan.shows_reasoning and delta.reasoning)):
             content = None
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if self.plan.shows_reasoning:

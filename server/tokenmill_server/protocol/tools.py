@@ -5,6 +5,7 @@ from typing import Any
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.processing.shown import shown
+from tokenmill_server.processing.structured import MAX_NESTING, nesting
 
 Json = dict[str, Any]
 
@@ -87,6 +88,8 @@ def _check_tool(tool: Json, path: str) -> None:
     ):
         if function.get(key) is not None and not isinstance(function[key], types):
             raise InvalidRequestError(f"{key} must be {what}, got {shown(function[key])}", f"{path}.{key}")
+    if nesting(function.get("parameters")) > MAX_NESTING:
+        raise InvalidRequestError(f"parameters are nested more than {MAX_NESTING} levels deep", f"{path}.parameters")
     declared = (function.get("parameters") or {}).get("type", "object")
     if declared != "object":
         raise InvalidRequestError(

@@ -64,7 +64,15 @@ def _check_auto(config: ServerConfig, knows_tools: bool) -> None:
 def without_effect(
     context: ServerContext, fields: ChatRequest, options: ChatOptions, tools: ToolUse | None
 ) -> list[str]:
-    """Names of what a request says of tools, or of an answer beside them, that changes nothing."""
+    """Names of what a request says of thinking, of tools, or of an answer beside them, that changes nothing."""
+    if fields.include_reasoning is False and context.config.reasoning_parser is None:
+        return ["include_reasoning", *_unused_tools(context, fields, options, tools)]
+    return _unused_tools(context, fields, options, tools)
+
+
+def _unused_tools(
+    context: ServerContext, fields: ChatRequest, options: ChatOptions, tools: ToolUse | None
+) -> list[str]:
     if tools is None:
         return []
     has_format = fields.structured_outputs is not None or _is_structured(fields)

@@ -16,7 +16,7 @@ from tests.support.tool_outputs import TOOLS
 from tokenmill_engine.messages import StructuredSpec
 
 PATH = "/v1/chat/completions"
-TEMPLATE = "{% if tools is undefined %}{% endif %}{{ messages[-1].content }}<|im_end|>"
+TEMPLATE = "{{ messages[-1].content }}<|im_end|>{{ tools | tojson if tools }}"
 FUNCTIONS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
     for name, schema in TOOLS.items()
@@ -27,6 +27,11 @@ CALLS = (
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"properties": {"a": DEEP}}
 
 
 @pytest.fixture(scope="module", params=[1, 5])
@@ -128,6 +133,24 @@ def test_content_is_null_beside_calls(http: httpx.Client) -> None:
     message = http.post(PATH, json=fields(CALLS)).json()["choices"][0]["message"]
     assert message["content"] is None
     assert len(message["tool_calls"]) == 2
+
+
+def test_thinking_and_nothing_else(http: httpx.Client) -> None:
+    asked = fields(f"{THOUGHT}Sunny.", tools=None, max_tokens=5)
+    message = http.post(PATH, json=asked).json()["choices"][0]["message"]
+    assert message["content"] is None
+    assert "The user wants weather.".startswith(message["reasoning"])
+    empty = http.post(PATH, json=fields("", tools=None)).json()["choices"][0]["message"]
+    assert (empty["content"], empty["reasoning"]) == ("", None)
+
+
+def test_tokens_of_tools_are_counted(http: httpx.Client) -> None:
+    """As in a chat, and tools are refused alike."""
+    asked = fields("Hi", max_tokens=1)
+    counted = http.post("/tokenize", json={"messages": asked["messages"], "tools": FUNCTIONS}).json()["count"]
+    assert counted == http.post(PATH, json=asked).json()["usage"]["prompt_tokens"]
+    assert counted > http.post(PATH, json=fields("Hi", tools=None, max_tokens=1)).json()["usage"]["prompt_tokens"]
+    assert is_error(http.post("/tokenize", json={"messages": asked["messages"], "tools": []}), 400, "tools")
 
 
 def test_one_call_at_a_time(http: httpx.Client) -> None:
@@ -269,8 +292,8 @@ def test_formats_that_no_grammar_tells_from_text() -> None:
     with run_server(chat_template=TEMPLATE, tool_call_parser="pythonic") as server, server.client() as http:
         response = http.post(PATH, json=fields("Hi", tools=[FUNCTION, tool]))
         assert response.headers["x-ignored-fields"] == "tools[1].function.strict"
-        response = http.post(PATH, json=fields("Hi", response_format={"type": "json_object"}))
-        assert response.headers["x-ignored-fields"] == "tool_choice"
+        response = http.post(PATH, json=fields("Hi", response_format={"type": "json_object"}, include_reasoning=False))
+        assert response.headers["x-ignored-fields"] == "include_reasoning, tool_choice"
         spec = asked_of_engine(server)
         assert spec is not None
         assert spec.kind == "json_object"
@@ -296,6 +319,7 @@ def test_formats_that_no_grammar_tells_from_text() -> None:
             {"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters.type",
         ),
+        ({"tools": [{"function": {"name": "f", "parameters": DEEP}}]}, "tools[0].function.parameters"),
         ({"tools": [{"function": {"name": "f", "description": 5}}]}, "tools[0].function.description"),
         ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"tools": [FUNCTION] * 1025}, "tools"),
