@@ -86,7 +86,7 @@ class InputProcessor:
         self.fill_in_middle = find_fill_in_middle(tokenizer)
         """How the model is asked for the middle of a text; None: it does not know that."""
         self._max_logprobs = config.model.max_logprobs
-        self._eos_token_ids = config.model.eos_token_ids
+        self.eos_token_ids = config.model.eos_token_ids
         self._structured_output = config.structured_output
         self._priorities = config.scheduler.policy == "priority"
         self._last_sampling: tuple[SamplingParams | None, SamplingParams] = (None, SamplingParams())
@@ -222,7 +222,7 @@ class InputProcessor:
         if sampling.prompt_logprobs == -1:
             changes["prompt_logprobs"] = self.vocab_size
         resolved = msgspec.structs.replace(sampling, **changes)
-        check_some_token_is_possible(resolved, self.vocab_size, self._eos_token_ids)
+        check_some_token_is_possible(resolved, self.vocab_size, self.eos_token_ids)
         self._last_sampling = (sampling, resolved)
         return resolved
 

@@ -113,6 +113,9 @@ class GenerationFields(BaseModel):
     priority: Int | None = None
     cache_salt: str | None = None
     repetition_detection: RepetitionFields | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -223,9 +226,6 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "media_io_kwargs": _is_default({}),
     "mm_processor_kwargs": _is_default({}),
     "multi_modal_data": _is_default({}),
-    "use_beam_search": _is_default(False),
-    "length_penalty": _is_default(1.0),
-    "early_stopping": _is_default(False),
     "thinking_token_budget": _is_default(-1),
     "include_reasoning": _is_default(True),
     "chat_template": _is_default(),

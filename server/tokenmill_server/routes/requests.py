@@ -11,11 +11,14 @@ from starlette.responses import Response
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.balancing.load_balancer import RANK_HEADER
+from tokenmill_server.beam_searching import search_beams
 from tokenmill_server.context import ServerContext, context_of
 from tokenmill_server.deadlines import TIMEOUT_HEADER
+from tokenmill_server.processing.beam_search import BeamOptions
 from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
 from tokenmill_server.processing.output_processor import OutputListener
 from tokenmill_server.processing.sse import EventBuffer
+from tokenmill_server.protocol.beams import beam_options
 from tokenmill_server.protocol.chunks import StreamOptionsInEffect, StreamSession
 from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.replies import ReplyHead
@@ -41,6 +44,8 @@ class Call:
     priority: int
     deadline: float | None
     """Seconds of `time.monotonic`."""
+    beams: BeamOptions | None
+    """None: no beam search."""
     headers: dict[str, str]
     """Of the answer."""
 
@@ -70,6 +75,9 @@ class Call:
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
         """The whole answers to all prompts. Raises OverloadedError if they are too many now."""
         self._admit(requests)
+        if self.beams is not None:
+            searching = search_beams(self.context, requests, self.beams, self.pinned_engine)
+            return await while_connected(self.request, searching)
         return await while_connected(self.request, self.context.generator.complete_all(requests, self.pinned_engine))
 
     def metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -136,6 +144,7 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
         pinned_engine=None if rank is None else context.engine_of(rank),
         deadline=_deadline(request, arrival_time),
         priority=priority if priority is not None else fields.priority or 0,
+        beams=beam_options(fields),
         headers={},
     )
     note_ignored(context, call.headers, ignored_fields(body, model.model_fields))

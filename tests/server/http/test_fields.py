@@ -155,8 +155,6 @@ def test_numbers_that_are_none(client: httpx.Client, field: str, literal: str) -
         ("guided_choice", ["a"]),
         ("guided_grammar", "x"),
         ("best_of", 3),
-        ("use_beam_search", True),
-        ("length_penalty", 2.0),
         ("suffix", "x"),
         ("prompt_embeds", "x"),
         ("kv_transfer_params", {"a": 1}),

@@ -1,0 +1,47 @@
+"""Which fields go together with `use_beam_search`."""
+
+import math
+from typing import Any
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.processing.beam_search import BeamOptions
+from tokenmill_server.protocol.fields import GenerationFields
+
+MAX_BEAMS = 64
+_MAX_PENALTY = 10.0
+"""The longest answer to this power is a number."""
+
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("stream", "echo", "top_logprobs", "min_tokens", "min_p", "top_k"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (1,)),
+    "temperature": (0, 1),
+    "logprobs": (False,),
+    "tools": (),
+    "response_format": ({"type": "text"},),
+    **dict.fromkeys(("stop", "bad_words", "logprob_token_ids"), ([],)),
+    "logit_bias": ({},),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "seed", "structured_outputs", "repetition_detection"), ()),
+}
+"""Fields that beam search knows nothing of, with the values that ask for nothing."""
+
+
+def beam_options(fields: GenerationFields) -> BeamOptions | None:
+    """None: no beam search. Raises InvalidRequestError for what contradicts it, or does nothing without it."""
+    penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
+    if not fields.use_beam_search:
+        for name, has_effect in (("length_penalty", penalty != 1.0), ("early_stopping", fields.early_stopping)):
+            if has_effect:
+                raise InvalidRequestError(f"{name} needs use_beam_search", name)
+        return None
+    for name, neutral in _WITHOUT_EFFECT.items():
+        value = getattr(fields, name, None)
+        if value is not None and value not in neutral:
+            raise InvalidRequestError(f"{name} and use_beam_search exclude each other", name)
+    if (fields.n or 1) > MAX_BEAMS:
+        raise InvalidRequestError(f"n must be at most {MAX_BEAMS} with use_beam_search, got {fields.n}", "n")
+    if not (math.isfinite(penalty) and abs(penalty) <= _MAX_PENALTY):
+        raise InvalidRequestError(
+            f"length_penalty must be between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}", "length_penalty"
+        )
+    return BeamOptions(penalty, bool(fields.early_stopping))
