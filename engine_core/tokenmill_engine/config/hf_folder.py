@@ -278,14 +278,17 @@ def read_eos_token_ids(config: Mapping[str, Any], folder: Path, tokenizer_eos: i
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Text of the folder's chat template, or None. Of several named ones, `default` or else the first."""
+    """Text of the folder's chat template, or None. Of several named ones, `default` or else the first, and `tool_use`
+    for conversations with tools."""
     for name in ("chat_template.jinja", "chat_template.json"):
         file = folder / name
         if file.is_file():
-            return (
-                file.read_text(encoding="utf-8")
-                if file.suffix == ".jinja"
-                else _template_text(read_json(file).get("chat_template"))
+            if file.suffix != ".jinja":
+                return _template_text(read_json(file).get("chat_template"))
+            with_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+            return _joined(
+                file.read_text(encoding="utf-8"),
+                with_tools.read_text(encoding="utf-8") if with_tools.is_file() else None,
             )
     return _template_text(read_optional_json(folder / "tokenizer_config.json").get("chat_template"))
 
@@ -293,10 +296,18 @@ def read_chat_template(folder: Path) -> str | None:
 def _template_text(template: Any) -> str | None:
     if isinstance(template, str):
         return template
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return cast(str | None, named.get("default", next(iter(named.values()), None)))
+    if isinstance(template, list) and template:
+        named: dict[str, str] = {entry["name"]: entry["template"] for entry in template}
+        return _joined(named.get("default", template[0]["template"]), named.get("tool_use"))
     return None
+
+
+def _joined(plain: str, with_tools: str | None) -> str:
+    """One template that is `with_tools` where there are some. At their ends templates lose a line break."""
+    if with_tools is None or with_tools == plain:
+        return plain
+    with_tools, plain = with_tools.removesuffix("\n"), plain.removesuffix("\n")
+    return f"{{% if tools %}}{with_tools}{{% else %}}{plain}{{% endif %}}"
 
 
 # --- safetensors --------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_chat_templates_are_found_in_every_place(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path) is None
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     write(tmp_path / "tokenizer_config.json", {"chat_template": named})
-    assert read_chat_template(tmp_path) == "plain"
+    assert read_chat_template(tmp_path) == "{% if tools %}tools{% else %}plain{% endif %}"
     write(tmp_path / "tokenizer_config.json", {"chat_template": named[:1]})
     assert read_chat_template(tmp_path) == "tools"
     write(tmp_path / "tokenizer_config.json", {"chat_template": "one"})
@@ -239,6 +239,11 @@ def test_chat_templates_are_found_in_every_place(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path) == "json"
     (tmp_path / "chat_template.jinja").write_text("jinja {{ 'é' }}", encoding="utf-8")
     assert read_chat_template(tmp_path) == "jinja {{ 'é' }}"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{%- set a = 1 %}tools {{ a }}\n")
+    assert read_chat_template(tmp_path) == (
+        "{% if tools %}{%- set a = 1 %}tools {{ a }}{% else %}jinja {{ 'é' }}{% endif %}"
+    )
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\x00"])

@@ -3,6 +3,7 @@ it: the test writes the model's output."""
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,10 +11,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.support.api_server import MODEL_NAME, Server, run_server
+from tests.support.api_server import MODEL_NAME, Server, engine_config, run_server
 from tests.support.sse import is_error, post_stream
+from tests.support.tiny_models import add_special_tokens, write_tokenizer
 from tests.support.tool_outputs import TOOLS
 from tokenmill_engine.messages import StructuredSpec
+from tokenmill_server.processing.tokenizer import load_tokenizer
 
 PATH = "/v1/chat/completions"
 TEMPLATE = "{{ messages[-1].content }}<|im_end|>{{ tools | tojson if tools }}"
@@ -348,3 +351,23 @@ def test_servers_that_find_no_calls() -> None:
             assert is_error(response, 400, None, "unsupported_parameter")
             assert message in response.json()["error"]["message"]
             assert http.post(PATH, json=fields("Hi", tool_choice="none")).status_code == 200
+
+
+@pytest.mark.slow
+def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
+    """Mistral's: they are in the text that is parsed, though special tokens are not shown."""
+    write_tokenizer(tmp_path)
+    add_special_tokens(tmp_path, "[TOOL_CALLS]", "[ARGS]", "[INST]")
+    options = {"tool_call_parser": "mistral", "chat_template": "{{ messages[-1].content }}{{ tools and '' }}"}
+    engine = engine_config(tokenizer_path=str(tmp_path))
+    with run_server(engine=engine, **options) as server, server.client() as http:
+        tokens = load_tokenizer(str(tmp_path))
+        for text in ("[TOOL_CALLS]now[ARGS]{}", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'):
+            asked = fields(text, max_tokens=len(tokens.encode(text)))
+            choice = http.post(PATH, json=asked).json()["choices"][0]
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "now", "arguments": "{}"}
+            assert len(call["id"]) == 9
+            assert not post_stream(http, PATH, asked).text()
+            plain = http.post(PATH, json=asked | {"tool_choice": "none"}).json()["choices"][0]
+            assert "TOOL_CALLS" not in plain["message"]["content"]
