@@ -135,3 +135,18 @@ def test_an_answer_in_json_beside_tools(client: OpenAI) -> None:
         assert choice.message.content is None
     else:
         assert json.loads(choice.message.content or "").keys() == {"sunny"}
+
+
+def test_thinking_that_has_to_end(client: OpenAI) -> None:
+    """The prompt ends within it; after it the answer is the one that is possible."""
+    thinking = {"role": "assistant", "content": "<think>\nThe user wants"}
+    extra = {"continue_final_message": True, "thinking_token_budget": 8, "structured_outputs": {"choice": ["Sunny."]}}
+    asked = {**ASKED, "messages": [*ASKED["messages"], thinking], "extra_body": extra}
+    answer = client.chat.completions.create(**asked)
+    message, usage = answer.choices[0].message, answer.usage
+    assert message.content == "Sunny."
+    assert message.model_extra is not None
+    assert message.model_extra["reasoning"]
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    assert 8 <= (usage.completion_tokens_details.reasoning_tokens or 0) < usage.completion_tokens

@@ -22,17 +22,26 @@ TAGGED_PARSERS = ("hermes", "qwen3_coder")
 """Parsers of calls that a grammar can tell from text while they are written."""
 
 
-def after_thinking(wanted: StructuredOutputsParams, start: Start) -> StructuredOutputsParams:
-    """The same for an output that may begin with thinking, which it does not apply to.
+def after_thinking(
+    wanted: StructuredOutputsParams | None, start: Start, max_tokens: int | None = None
+) -> StructuredOutputsParams | None:
+    """The same for an output that may begin with thinking, which it does not apply to. None: any text. `max_tokens`: as
+    many are possible for thinking, then it ends.
 
     Raises InvalidRequestError for what can only be said of a whole output.
     """
-    if start is Start.ANSWER:
+    if start is Start.ANSWER or (wanted is None and max_tokens is None):
         return wanted
-    thinking = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": CLOSE}
+    text: Format = {"type": "any_text"}
+    thought = text if max_tokens is None else {**text, "max_tokens": max_tokens}
+    thinking: Format = {"type": "tag", "begin": "", "content": thought, "end": CLOSE}
+    answer = text if wanted is None else format_of(wanted)
     if start is Start.TAG:
         thinking = {"type": "optional", "content": {**thinking, "begin": OPEN}}
-    return _tag({"type": "sequence", "elements": [thinking, _BREAKS, format_of(wanted)]}, wanted.param)
+        if answer["type"] in ("any_text", "triggered_tags"):  # else the tag could be a part of it
+            answer = {**answer, "excludes": [*answer.get("excludes", ()), OPEN]}
+    param = "thinking_token_budget" if wanted is None else wanted.param
+    return _tag({"type": "sequence", "elements": [thinking, _BREAKS, answer]}, param)
 
 
 def answer_or_calls(

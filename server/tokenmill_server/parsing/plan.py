@@ -33,6 +33,8 @@ class OutputPlan:
     reasoning: Start | None = None
     """Where the output begins; None: thinking is not looked for."""
     include_reasoning: bool = True
+    max_reasoning_tokens: int | None = None
+    """Before thinking has to end."""
 
     @property
     def shows_reasoning(self) -> bool:

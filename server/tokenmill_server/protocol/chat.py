@@ -38,6 +38,13 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     """Without tools there are no calls to be parallel."""
     include_reasoning: bool | None = None
+    thinking_token_budget: Int | None = None
+
+    def max_reasoning_tokens(self) -> int | None:
+        """How many tokens a model may think; None for any number."""
+        if self.thinking_token_budget is not None and not -1 <= self.thinking_token_budget < 2**31:
+            raise InvalidRequestError("thinking_token_budget must be -1 or a number of tokens", "thinking_token_budget")
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def num_top_logprobs(self) -> int | None:
         """How many alternatives to report per token; None for no log-probabilities at all."""

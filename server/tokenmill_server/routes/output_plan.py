@@ -135,8 +135,18 @@ def _can_tag_calls(context: ServerContext) -> bool:
 def plan_output(
     context: ServerContext, fields: ChatRequest, tools: ToolUse | None, messages: Sequence[Message], prompt: str
 ) -> OutputPlan | None:
-    """None: the text is the answer. `prompt`: what the model goes on with."""
+    """None: the text is the answer. `prompt`: what the model goes on with.
+
+    Raises InvalidRequestError for a limit of thinking where nobody looks for it.
+    """
     parser = context.config.reasoning_parser
+    budget = fields.max_reasoning_tokens()
+    if budget is not None and parser is None:
+        raise InvalidRequestError(
+            "thinking_token_budget needs a server that was started with --reasoning-parser",
+            "thinking_token_budget",
+            "unsupported_parameter",
+        )
     start: Start | None = None
     if parser is not None:
         if fields.continue_final_message:
@@ -146,7 +156,7 @@ def plan_output(
     tool_plan = None if tools is None or tools.choice == "none" else _tool_plan(context, tools)
     if start is None and tool_plan is None:
         return None
-    return OutputPlan(tool_plan, start, fields.include_reasoning is not False)
+    return OutputPlan(tool_plan, start, fields.include_reasoning is not False, budget)
 
 
 def _tool_plan(context: ServerContext, tools: ToolUse) -> ToolPlan:
@@ -162,15 +172,17 @@ def _tool_plan(context: ServerContext, tools: ToolUse) -> ToolPlan:
 
 
 def fitted_to(plan: OutputPlan | None, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """With special tokens in the text, if the parsers look for some, and with a grammar that begins after thinking."""
+    """With special tokens in the text, if the parsers look for some, and with a grammar that begins after thinking, or
+    ends it."""
     if plan is None:
         return sampling
     changes: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
     if plan.reasoning is not None:
         tags = (OPEN, CLOSE)
-        if sampling.structured_outputs is not None:
-            changes["structured_outputs"] = after_thinking(sampling.structured_outputs, plan.reasoning)
+        wanted = after_thinking(sampling.structured_outputs, plan.reasoning, plan.max_reasoning_tokens)
+        if wanted is not sampling.structured_outputs:
+            changes["structured_outputs"] = wanted
     if plan.tools is not None and plan.tools.parser is not None:
         tags += TOOL_TAGS[plan.tools.parser]
     if any(tokenizer.token_id(tag) in tokenizer.special_token_ids for tag in tags):

@@ -281,6 +281,16 @@ def test_grammars_beside_calls(http: httpx.Client, tool_server: Server) -> None:
     assert asked_of_engine(tool_server) is None
 
 
+def test_thinking_of_limited_length(http: httpx.Client, tool_server: Server) -> None:
+    http.post(PATH, json=fields("Hi", thinking_token_budget=7))
+    spec = asked_of_engine(tool_server)
+    assert spec is not None
+    assert '"max_tokens": 7' in spec.text
+    assert spec.param == "thinking_token_budget"
+    http.post(PATH, json=fields("Hi", thinking_token_budget=-1))
+    assert asked_of_engine(tool_server) is None
+
+
 def test_strict_tools(http: httpx.Client, tool_server: Server) -> None:
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     response = http.post(PATH, json=fields("Hi", tools=[FUNCTION, tool]))
@@ -332,6 +342,8 @@ def test_formats_that_no_grammar_tells_from_text() -> None:
         ({"tool_choice": {"type": "custom", "custom": {"name": "now"}}}, "tool_choice.type"),
         ({"tool_choice": FUNCTION}, "tool_choice"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": 2**31}, "thinking_token_budget"),
     ],
 )
 def test_refused(http: httpx.Client, more: dict[str, Any], param: str) -> None:

@@ -78,6 +78,8 @@ def checker() -> Checker:
 def test_answers_after_thinking(checker: Checker, wanted: Wanted, text: str) -> None:
     """Within thinking anything goes; a model that need not think may answer at once."""
     within, before = after_thinking(wanted, Start.THINKING), after_thinking(wanted, Start.TAG)
+    assert within is not None
+    assert before is not None
     assert checker.allows(within, f'Hm {{"b" </thin> <think>\n</think>\n\n{text}')
     assert checker.allows(before, f"<think>\n\n</think>\n\n{text}")
     assert checker.allows(before, text)
@@ -90,6 +92,7 @@ def test_answers_after_thinking(checker: Checker, wanted: Wanted, text: str) -> 
 def test_older_tags_after_thinking(checker: Checker) -> None:
     older = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
     wanted = after_thinking(Wanted(structural_tag=older), Start.THINKING)
+    assert wanted is not None
     assert checker.allows(wanted, '</think>Hi <f>{"a": 1}</f>')
     assert not checker.allows(wanted, '</think>Hi <f>{"b": 1}</f>')
 
@@ -107,6 +110,23 @@ def test_what_cannot_follow_thinking(wanted: Wanted) -> None:
     with pytest.raises(InvalidRequestError) as raised:
         after_thinking(wanted, Start.TAG)
     assert raised.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("start", [Start.THINKING, Start.TAG])
+@pytest.mark.parametrize("wanted", [None, Wanted(json=SCHEMA), text_with_calls("hermes", FUNCTIONS, ["now"], "tools")])
+def test_thinking_of_limited_length(checker: Checker, start: Start, wanted: Wanted | None) -> None:
+    opening = "<think>" if start is Start.TAG else ""
+    answer = '{"a": 1}'
+    some, none = after_thinking(wanted, start, 3), after_thinking(wanted, start, 0)
+    assert some is not None
+    assert none is not None
+    assert checker.allows(some, f"{opening}one two three</think>\n\n{answer}")
+    assert checker.allows(some, f"{opening}one</think>{answer}")
+    assert not checker.allows(some, f"{opening}one two three four</think>{answer}")
+    assert checker.allows(none, f"{opening}</think>{answer}")
+    assert not checker.allows(none, f"{opening}one</think>{answer}")
+    assert checker.allows(some, answer) == (start is Start.TAG)
+    assert after_thinking(wanted, Start.ANSWER, 3) is wanted
 
 
 def test_an_answer_or_calls(checker: Checker) -> None:
@@ -137,6 +157,7 @@ def test_strict_calls_of_coders(checker: Checker) -> None:
     assert not checker.allows(wanted, CODER_CALLS.replace("days", "weeks"))
     assert not checker.allows(wanted, CODER_CALLS.replace("\n3\n", "\nthree\n"))
     thinking = after_thinking(wanted, Start.TAG)
+    assert thinking is not None
     assert checker.allows(thinking, f"<think>\nMaybe <tool_call>\n</think>\n\n{CODER_CALLS}")
 
 
