@@ -47,6 +47,14 @@ class ServerConfig:
     """Certificates of clients: 0 none, 1 optional, 2 required."""
     ssl_ciphers: str | None = None
     trust_request_chat_template: bool = False
+    force_include_usage: bool = False
+    """Every chunk of every stream tells the usage, as if the request had asked for it."""
+    return_tokens_as_token_ids: bool = False
+    """Tokens are called `token_id:N` in log-probabilities, as if the request had asked for it."""
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that requests do not set."""
+    disable_docs: bool = False
+    """No /docs, /redoc and /openapi.json."""
     per_request_metrics: bool = False
     """Replies tell how long their parts took."""
     strict_fields: bool = False

@@ -64,7 +64,9 @@ class ServerContext:
         """How a request wants its conversation rendered. Raises InvalidRequestError for what cannot be done."""
         template = None if request.chat_template is None else self.request_templates.get(request.chat_template)
         variables = self.inputs.template_variables if template is None else template.variables
-        return replace(chat_options(request, variables), template=template)
+        options = chat_options(request, variables)
+        defaults = self.config.default_chat_template_kwargs
+        return replace(options, template=template, template_variables={**defaults, **options.template_variables})
 
     def engine_of(self, rank: int) -> int:
         """The engine core with data-parallel rank `rank`. Raises InvalidRequestError if it is not one of this

@@ -1,6 +1,14 @@
 """Flags of the HTTP front end with the field of the configuration where each ends, and its value there."""
 
 HTTP_CASES: list[tuple[list[str], str, object]] = [
+    (
+        ["--default-chat-template-kwargs", '{"enable_thinking": false}'],
+        "server.default_chat_template_kwargs",
+        {"enable_thinking": False},
+    ),
+    (["--return-tokens-as-token-ids"], "server.return_tokens_as_token_ids", True),
+    (["--enable-force-include-usage"], "server.force_include_usage", True),
+    (["--disable-fastapi-docs"], "server.disable_docs", True),
     (["--enable-per-request-metrics"], "server.per_request_metrics", True),
     (["--strict-fields"], "server.strict_fields", True),
     (["--max-num-queued-reqs", "7"], "server.max_num_queued_reqs", 7),

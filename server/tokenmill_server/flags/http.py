@@ -1,9 +1,11 @@
 """The rows of the table of flags that say which requests are taken, and what their answers tell."""
 
 import json
+from typing import Any
 
 from tokenmill_server.flags.flag import Arity, Flag, Group
 from tokenmill_server.flags.parsers import boolean, integer, path_text, text, text_list
+from tokenmill_server.processing.chat_template import RESERVED_NAMES
 
 _MANY = 2**31 - 1
 
@@ -18,6 +20,20 @@ def _text_or_json_list(value: object) -> tuple[str, ...]:
         except ValueError:
             raise ValueError("texts, or a JSON list of texts") from None
     return text_list(value)
+
+
+def _template_variables(value: object) -> dict[str, Any]:
+    wanted = "a JSON object of variables of the chat template"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError(wanted) from None
+    if not isinstance(value, dict):
+        raise ValueError(wanted)
+    if names := value.keys() & {"messages", "add_generation_prompt", *RESERVED_NAMES}:
+        raise ValueError(f"{wanted} other than {min(names)}")
+    return value
 
 
 def _root_path(value: object) -> str:
@@ -163,6 +179,47 @@ HTTP = (
         "Take chat templates from requests (`chat_template`). They run in a sandbox, but may take all time and memory "
         "that they like: only for clients that are trusted",
         "server.trust_request_chat_template",
+        arity=Arity.SWITCH,
+        offline=False,
+    ),
+    Flag(
+        "default-chat-template-kwargs",
+        Group.FRONTEND,
+        _template_variables,
+        {},
+        'Variables of the chat template as a JSON object, such as {"enable_thinking": false}; '
+        "`chat_template_kwargs` of a request win",
+        "server.default_chat_template_kwargs",
+        metavar="JSON",
+        offline=False,
+    ),
+    Flag(
+        "return-tokens-as-token-ids",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "Call tokens token_id:N in all log-probabilities, also where the request does not ask for it",
+        "server.return_tokens_as_token_ids",
+        arity=Arity.SWITCH,
+        offline=False,
+    ),
+    Flag(
+        "enable-force-include-usage",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "Tell the usage in every chunk of every stream, also where the request does not ask for it",
+        "server.force_include_usage",
+        arity=Arity.SWITCH,
+        offline=False,
+    ),
+    Flag(
+        "disable-fastapi-docs",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "Serve neither /docs nor /redoc nor /openapi.json",
+        "server.disable_docs",
         arity=Arity.SWITCH,
         offline=False,
     ),

@@ -262,4 +262,8 @@ def ignored_fields(body: Json, known: Mapping[str, Any]) -> list[str]:
     strangers = body.keys() - known.keys() - UNSUPPORTED.keys() - {"best_of"}
     unknown = {name for name in strangers if body[name] is not None}
     moot = {name for name in UNSUPPORTED.keys() & body.keys() - known.keys() if not UNSUPPORTED[name](body[name])}
+    options = body.get("stream_options")
+    if isinstance(options, dict):
+        strangers = options.keys() - StreamOptions.model_fields.keys()
+        unknown |= {f"stream_options.{name}" for name in strangers if options[name] is not None}
     return sorted(unknown | moot)

@@ -12,7 +12,7 @@ from tokenmill_server.processing.input_processor import InputProcessor, Prompt
 from tokenmill_server.processing.sampling_checks import check_num_prompt_logprobs
 from tokenmill_server.protocol.chat import ChatRequest, parse_messages
 from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
-from tokenmill_server.protocol.logprobs import LogprobFormatter, num_logprobs
+from tokenmill_server.protocol.logprobs import num_logprobs
 from tokenmill_server.protocol.parsed_chat import ParsedChat, ParsedChoiceStream
 from tokenmill_server.protocol.replies import Json, chat_choice, chat_reply
 from tokenmill_server.protocol.tools import read_tool_use
@@ -72,7 +72,7 @@ async def create_chat_completion(request: Request) -> Response:
     check_num_prompt_logprobs(len(prompt.token_ids), generation_request.sampling, "prompt_logprobs")
     echo = text_of_message(messages[-1]) if fields.echo and messages[-1]["role"] == "assistant" else ""
     extra: Json = {"prompt_text": _prompt_text(inputs, prompt, fields)} if fields.return_prompt_text else {}
-    formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
+    formatter = call.formatter(fields)
     return await _answer(call, fields, generation_request, plan, ChatShape(formatter, echo, extra))
 
 

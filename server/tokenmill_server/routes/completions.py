@@ -103,7 +103,7 @@ async def _prepare(call: Call, fields: CompletionRequest) -> _Job:
         "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs",
         MAX_STREAMED_PROMPT_LOGPROBS if fields.stream and limit else MAX_PROMPT_LOGPROBS,
     )
-    formatter = LogprobFormatter(inputs.tokenizer, bool(fields.return_tokens_as_token_ids))
+    formatter = call.formatter(fields)
     return _Job(requests, sampling.n, limit == 0, formatter, call)
 
 

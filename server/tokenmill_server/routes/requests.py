@@ -21,6 +21,7 @@ from tokenmill_server.processing.sse import EventBuffer
 from tokenmill_server.protocol.beams import beam_options
 from tokenmill_server.protocol.chunks import StreamOptionsInEffect, StreamSession
 from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
+from tokenmill_server.protocol.logprobs import LogprobFormatter
 from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.routes.bodies import ModelT, parse, read_json
 from tokenmill_server.routes.ignored import note_ignored
@@ -58,15 +59,15 @@ class Call:
         )
 
     def session(self, fields: GenerationFields, head: ReplyHead, kind: str) -> StreamSession:
-        options = fields.stream_options
+        options, forced = fields.stream_options, self.context.config.force_include_usage
         return StreamSession(
             EventBuffer(),
             head,
             kind,
             StreamOptionsInEffect(
                 interval=max(self.context.config.stream_interval, fields.stream_interval or 1),
-                include_usage=bool(options and options.include_usage),
-                continuous_usage=bool(options and options.continuous_usage_stats),
+                include_usage=forced or bool(options and options.include_usage),
+                continuous_usage=forced or bool(options and options.continuous_usage_stats),
                 return_token_ids=bool(fields.return_token_ids),
                 timings=self.context.config.per_request_metrics,
             ),
@@ -79,6 +80,13 @@ class Call:
             searching = search_beams(self.context, requests, self.beams, self.pinned_engine)
             return await while_connected(self.request, searching)
         return await while_connected(self.request, self.context.generator.complete_all(requests, self.pinned_engine))
+
+    def formatter(self, fields: GenerationFields) -> LogprobFormatter:
+        """How tokens are called in log-probabilities."""
+        as_token_ids = fields.return_tokens_as_token_ids
+        if as_token_ids is None:
+            as_token_ids = self.context.config.return_tokens_as_token_ids
+        return LogprobFormatter(self.context.inputs.tokenizer, as_token_ids)
 
     def metrics(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Times of the answer to one prompt, as a field of the reply, if the server tells them."""

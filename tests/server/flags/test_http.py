@@ -28,6 +28,8 @@ def test_https(tmp_path: Path) -> None:
         ["--root-path", "/a?b"],
         ["--allowed-origins", "[x"],
         ["--max-num-queued-reqs", "0"],
+        ["--default-chat-template-kwargs", "[]"],
+        ["--default-chat-template-kwargs", '{"messages": []}'],
     ],
 )
 def test_values_that_are_wrong(arguments: list[str]) -> None:

@@ -283,10 +283,12 @@ def test_the_reply_names_fields_without_effect(client: httpx.Client, stream: boo
         "functions": [],
         "function_call": "none",
         "wibble": 1,
+        **({"stream_options": {"include_usage": True, "include_obfuscation": False}} if stream else {}),
     }
     response = post_stream(client, CHAT, body) if stream else client.post(CHAT, json=body)
     names = "function_call, functions, metadata, prediction, prompt_cache_key, safety_identifier, service_tier, store"
-    assert response.headers["x-ignored-fields"] == f"{names}, user, verbosity, web_search_options, wibble"
+    options = ", stream_options.include_obfuscation" if stream else ""
+    assert response.headers["x-ignored-fields"] == f"{names}{options}, user, verbosity, web_search_options, wibble"
 
 
 def test_defaults_of_the_model_and_of_the_server() -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.support.api_server import MODEL_NAME, Server, run_server
@@ -23,6 +24,29 @@ THREE = {"model": MODEL_NAME, "prompt": "one two three", "max_tokens": 4, "tempe
 def limited() -> Iterator[Server]:
     with run_server(max_num_queued_reqs=3, max_num_queued_tokens=8, per_request_metrics=True) as server:
         yield server
+
+
+def test_the_official_client_tries_again_only_what_may_help(limited: Server) -> None:
+    engine = limited.engines[0]
+    engine.paused.set()
+    openai_client = openai.OpenAI(base_url=f"{limited.url}/v1", api_key="x", max_retries=1)
+    with openai_client as official, limited.client() as client, ThreadPoolExecutor(1) as pool:
+
+        def num_tries(n: int) -> float:
+            before = rejections(client)["max_num_queued_reqs"]
+            with pytest.raises(openai.InternalServerError) as error:
+                official.completions.create(model=MODEL_NAME, prompt="x", n=n, max_tokens=1)
+            assert (error.value.status_code, error.value.code) == (503, "server_overloaded")
+            assert error.value.request_id
+            return rejections(client)["max_num_queued_reqs"] - before
+
+        num_added = len(engine.added)
+        first = pool.submit(client.post, PATH, json=THREE | {"n": 3, "temperature": 1})
+        wait_for(lambda: len(engine.added) == num_added + 3, PATIENCE_S, "open request")
+        assert num_tries(n=1) == 2
+        engine.paused.clear()
+        assert first.result(PATIENCE_S).status_code == 200
+        assert num_tries(n=4) == 1
 
 
 def rejections(client: httpx.Client) -> dict[str, float]:
