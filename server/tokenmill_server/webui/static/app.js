@@ -1,6 +1,6 @@
 /** Starts the page: learns what the server serves, asks for a key if it wants one, shows one view on small screens. */
 
-import { ApiError, hasKey, request, setKey } from "./api.js";
+import { hasKey, request, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { $ } from "./dom.js";
 import { Attachments } from "./images.js";
@@ -19,9 +19,8 @@ async function connect() {
   try {
     server = await (await request("webui/server.json")).json();
   } catch (error) {
-    if (!(error instanceof ApiError)) throw error;
     if (error.status === 401) askForKey();
-    else setTimeout(connect, RETRY_MS);
+    else setTimeout(connect, RETRY_MS); // it is starting, or out of reach
     return;
   }
   $("key-form").hidden = true;
@@ -34,7 +33,10 @@ async function connect() {
 }
 
 function askForKey() {
-  if (hasKey()) $("key-hint").textContent = "The server does not know this key.";
+  if (hasKey()) {
+    $("key-hint").textContent = "The server does not know this key.";
+    $("key-hint").classList.add("wrong");
+  }
   $("key-form").hidden = false;
   $("key").value = "";
   $("key").focus();

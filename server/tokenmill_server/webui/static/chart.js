@@ -107,12 +107,12 @@ export class Chart {
     this.cursor.hidden = false;
     this.cursor.style.left = `${(this.#x(nearest.time) / WIDTH) * 100}%`;
     this.#show(nearest.value);
-    this.node.dataset.ago = `${Math.round(now - nearest.time)} s ago`;
+    this.value.dataset.ago = `${Math.round(now - nearest.time)} s ago`;
   }
 
   #leave() {
     this.cursor.hidden = true;
-    delete this.node.dataset.ago;
+    delete this.value.dataset.ago;
     if (this.points.length) this.#show(this.points.at(-1).value);
   }
 }

@@ -27,7 +27,9 @@ export class Chat {
     });
     $("prompt").addEventListener("input", fitPrompt);
     $("stop").addEventListener("click", () => this.stop());
-    document.addEventListener("keydown", (event) => event.key === "Escape" && this.stop());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.isComposing) this.stop();
+    });
     $("new-chat").addEventListener("click", () => this.clear());
   }
 

@@ -1,6 +1,6 @@
 /** Asks the server how it is while somebody looks, and draws what it says. */
 
-import { ApiError, health, request } from "./api.js";
+import { health, request } from "./api.js";
 import { Chart } from "./chart.js";
 import { $ } from "./dom.js";
 import { Rates, readMetrics } from "./metrics.js";
@@ -23,7 +23,7 @@ export class Live {
     running: new Chart({ title: "Running", format: count }),
     waiting: new Chart({ title: "Waiting", format: count }),
     cache: new Chart({ title: "KV cache", format: percent, top: 1 }),
-    preemptions: new Chart({ title: "Preemptions", format: count }),
+    preemptions: new Chart({ title: "Preemptions / s", format: count }),
   };
 
   constructor() {
@@ -69,7 +69,6 @@ export class Live {
       reading = readMetrics(await (await request("metrics")).text());
       if (reading === null) hint = "The server keeps no statistics (--disable-log-stats).";
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
       hint = error.status === 401 ? "The charts need the API key, too." : error.message;
     }
     if ($("live-hint").textContent !== hint) $("live-hint").textContent = hint;
@@ -90,7 +89,7 @@ export class Live {
     charts.cache.push(time, gauge("kv_cache_usage_perc"), prefixNote(reading));
     const preempted = gauge("num_preemptions_total");
     const total = preempted ? `${number.format(preempted)} since the start` : "";
-    charts.preemptions.push(time, change && change.grown.num_preemptions_total, total);
+    charts.preemptions.push(time, perSecond("num_preemptions_total"), total);
   }
 }
 

@@ -15,6 +15,7 @@ export class Settings {
       const [number, slider] = [$(name), $(`${name}-range`)];
       slider.addEventListener("input", () => (number.value = slider.value));
       number.addEventListener("input", () => this.#placeSlider(name));
+      this.#placeSlider(name);
     }
     $("controls").addEventListener("submit", (event) => event.preventDefault());
     $("controls").addEventListener("input", () => this.#save());
