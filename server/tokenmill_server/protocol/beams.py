@@ -21,6 +21,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     **dict.fromkeys(("stop", "bad_words", "logprob_token_ids"), ([],)),
     "logit_bias": ({},),
+    "thinking_token_budget": (-1,),
     **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "seed", "structured_outputs", "repetition_detection"), ()),
 }
 """Fields that beam search knows nothing of, with the values that ask for nothing."""

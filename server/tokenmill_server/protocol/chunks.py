@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tokenmill_engine.errors import TokenmillError
+from tokenmill_server.parsing.reasoning import ReasoningCounter
 from tokenmill_server.processing.generation import TokenLogprob
 from tokenmill_server.processing.output_processor import Choice, Generation
 from tokenmill_server.processing.sse import DONE, EventBuffer, event, json_bytes
@@ -40,8 +41,8 @@ class StreamSession:
         self.buffer = buffer
         self.options = options
         self.generations: list[Generation] = []
-        self.num_reasoning_tokens: Callable[[], int] | None = None
-        """How many of the tokens so far are thinking, if somebody looks for it."""
+        self.reasoning: list[ReasoningCounter] | None = None
+        """Count the tokens that are thinking, of each choice; None: nobody looks for them."""
         self._head = head
         self._kind = kind
         self._num_open = 0
@@ -68,7 +69,7 @@ class StreamSession:
             prompt_tokens=sum(len(generation.request.prompt_token_ids) for generation in self.generations),
             completion_tokens=sum(generation.num_tokens for generation in self.generations),
             cached_tokens=sum(generation.num_cached_tokens for generation in self.generations),
-            reasoning_tokens=None if self.num_reasoning_tokens is None else self.num_reasoning_tokens(),
+            reasoning_tokens=None if self.reasoning is None else sum(each.num_tokens for each in self.reasoning),
         )
 
     def chunk(self, choice: Json, extra: Json | None = None) -> bytes:

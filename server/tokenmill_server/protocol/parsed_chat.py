@@ -99,7 +99,7 @@ class ParsedChoiceStream:
         options = session.options
         self._fast = options.interval == 1 and not options.return_token_ids and not options.continuous_usage
         if parsed.plan.reasoning is not None:
-            session.num_reasoning_tokens = self._num_reasoning_tokens
+            session.reasoning = [state.counter for state in self._states if state.counter is not None]
         session.expect(num_choices)
 
     def on_delta(
@@ -171,6 +171,3 @@ class ParsedChoiceStream:
         if delta.calls:
             body["tool_calls"] = [call.body() for call in delta.calls]
         return body
-
-    def _num_reasoning_tokens(self) -> int:
-        return sum(state.counter.num_tokens for state in self._states if state.counter is not None)
