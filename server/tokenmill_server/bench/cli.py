@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.bench import compare, compare_cli, image_options, latency, scheduler, serve, throughput
+from tokenmill_server.bench import (
+    compare,
+    compare_cli,
+    dataset_options,
+    image_options,
+    latency,
+    scheduler,
+    serve,
+    throughput,
+)
 from tokenmill_server.bench.values import (
     count,
     goal,
@@ -69,6 +78,7 @@ def _build_parser() -> argparse.ArgumentParser:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     _add_workload(parser)
+    dataset_options.add_arguments(parser)
     image_options.add_arguments(parser)
     _add_pace(parser)
     _add_output(parser)
@@ -101,7 +111,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     add = group.add_argument
-    add("--dataset-name", choices=["random", image_options.DATASET], default="random")
+    add("--dataset-name", choices=["random", image_options.DATASET, *dataset_options.DATASETS], default="random")
     add("--num-prompts", type=positive, default=1000)
     add("--random-input-len", "--input-len", type=positive, default=1024, metavar="TOKENS")
     add("--random-output-len", "--output-len", type=positive, default=128, metavar="TOKENS")
@@ -195,6 +205,8 @@ def _serve_bench(options: argparse.Namespace) -> serve.ServeBench:
             options.random_input_len, options.random_output_len, options.random_range_ratio, options.random_prefix_len
         ),
         images=images,
+        dataset=dataset_options.dataset_of(options),
+        self_timed=options.self_timed,
         num_prompts=options.num_prompts,
         num_warmups=options.num_warmups,
         prompt_format=options.prompt_format,

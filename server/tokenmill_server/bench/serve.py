@@ -19,6 +19,7 @@ from tqdm import tqdm
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench.client_process import Target
 from tokenmill_server.bench.clients import Run, default_processes, run_load
+from tokenmill_server.bench.datasets import Dataset, PromptMaker
 from tokenmill_server.bench.http_client import HttpClient
 from tokenmill_server.bench.load import Job
 from tokenmill_server.bench.metrics import RequestRecord, SentBytes, Summary, summarize
@@ -56,6 +57,10 @@ class ServeBench:
     shape: RandomShape
     num_prompts: int
     images: ImageShape | None = None
+    dataset: Dataset | None = None
+    """Instead of random prompts of `shape`."""
+    self_timed: bool = False
+    """Whether requests of a recorded run are sent at its times."""
     num_warmups: int = 0
     prompt_format: Literal["text", "ids"] = "text"
     vocab_size: int | None = None
@@ -88,7 +93,7 @@ def run(bench: ServeBench) -> int:
     model = uvloop.run(_find_model(bench))
     tokenizer = _tokenizer(bench, model)
     prompts = _prompts(bench, tokenizer)
-    images = _images(bench)
+    images = _images(bench, len(prompts) - bench.num_warmups)
     jobs = _jobs(bench, model, prompts, images)
     done = _send(bench, jobs[: bench.num_warmups], jobs[bench.num_warmups :])
     records = done.records
@@ -162,19 +167,33 @@ def _tokenizer(bench: ServeBench, model: str) -> Tokenizer | None:
 
 def _prompts(bench: ServeBench, tokenizer: Tokenizer | None) -> list[Prompt]:
     """Warm-up prompts first; they differ from the measured ones, so a prefix cache gains nothing from them."""
-    count = bench.num_warmups + bench.num_prompts
+    if bench.dataset is None:
+        return _random_prompts(bench, tokenizer, bench.shape, bench.num_warmups + bench.num_prompts, bench.seed)
+    maker = PromptMaker(tokenizer, bench.vocab_size, as_ids=bench.prompt_format == "ids")
+    prompts = bench.dataset.prompts(bench.num_prompts, maker, bench.seed)
+    mean_lens = [
+        max(1, round(sum(lengths) / len(prompts)))
+        for lengths in zip(*((prompt.num_tokens, prompt.output_len) for prompt in prompts), strict=True)
+    ]
+    warmups = _random_prompts(bench, tokenizer, RandomShape(*mean_lens), bench.num_warmups, bench.seed + _WARMUP_SEED)
+    return [*warmups, *prompts]
+
+
+def _random_prompts(
+    bench: ServeBench, tokenizer: Tokenizer | None, shape: RandomShape, count: int, seed: int
+) -> list[Prompt]:
     if tokenizer is None or bench.prompt_format == "ids":
         vocab_size = bench.vocab_size or (tokenizer.get_vocab_size(with_added_tokens=False) if tokenizer else 0)
-        return id_prompts(bench.shape, count, vocab_size, bench.seed)
-    return text_prompts(bench.shape, count, tokenizer, bench.seed)
+        return id_prompts(shape, count, vocab_size, seed)
+    return text_prompts(shape, count, tokenizer, seed)
 
 
-def _images(bench: ServeBench) -> list[list[RandomImage]]:
+def _images(bench: ServeBench, num_measured: int) -> list[list[RandomImage]]:
     """Those of each prompt. Nothing that is measured was sent by the warm-up."""
     if bench.images is None:
-        return [[]] * (bench.num_warmups + bench.num_prompts)
+        return [[]] * (bench.num_warmups + num_measured)
     warmups = draw_images(bench.images, bench.num_warmups, bench.seed + _WARMUP_SEED)
-    return warmups + draw_images(bench.images, bench.num_prompts, bench.seed)
+    return warmups + draw_images(bench.images, num_measured, bench.seed)
 
 
 def _body(bench: ServeBench, model: str, prompt: Prompt, images: Sequence[RandomImage]) -> bytes:
@@ -199,7 +218,11 @@ def _jobs(
     bench: ServeBench, model: str, prompts: Sequence[Prompt], images: Sequence[Sequence[RandomImage]]
 ) -> list[Job]:
     """A request for each prompt. Those of the warm-up, which come first, leave all at once."""
-    offsets_s = arrival_times(bench.num_prompts, bench.request_rate, bench.burstiness, bench.seed).tolist()
+    if bench.self_timed:
+        offsets_s = [prompt.offset_s or 0.0 for prompt in prompts[bench.num_warmups :]]
+    else:
+        num_measured = len(prompts) - bench.num_warmups
+        offsets_s = arrival_times(num_measured, bench.request_rate, bench.burstiness, bench.seed).tolist()
     return [
         Job(_body(bench, model, prompt, parts), prompt.num_tokens, prompt.output_len, offset_s)
         for prompt, parts, offset_s in zip(prompts, images, [0.0] * bench.num_warmups + offsets_s, strict=True)
@@ -249,7 +272,7 @@ def _save(bench: ServeBench, model: str, summary: Summary, records: Sequence[Req
         "label": None,
         "model_id": model,
         "tokenizer_id": bench.tokenizer or model,
-        "num_prompts": bench.num_prompts,
+        "num_prompts": len(records),
         "request_rate": "inf" if math.isinf(bench.request_rate) else bench.request_rate,
         "burstiness": bench.burstiness,
         "max_concurrency": bench.max_concurrency,

@@ -36,6 +36,8 @@ class Prompt:
     content: str | list[int]
     num_tokens: int
     output_len: int
+    offset_s: float | None = None
+    """When it was sent, from the start of a recorded run."""
 
 
 def id_prompts(shape: RandomShape, count: int, vocab_size: int, seed: int) -> list[Prompt]:
@@ -59,21 +61,21 @@ def text_prompts(shape: RandomShape, count: int, tokenizer: Tokenizer, seed: int
     length fits. A rare prompt that never settles keeps its nearest length, which `num_tokens` states.
     """
     rng = np.random.default_rng(seed)
-    usable = _printable_ids(tokenizer)
+    usable = printable_ids(tokenizer)
     special = tokenizer.num_special_tokens_to_add(False)
     prefix = rng.choice(usable, size=shape.prefix_len).tolist()
     input_lens = shape.draw(shape.input_len, count, rng)
     output_lens = shape.draw(shape.output_len, count, rng)
     targets = [max(1, shape.prefix_len + int(length) - special) for length in input_lens]
     ids = [prefix + rng.choice(usable, size=max(0, target - len(prefix))).tolist() for target in targets]
-    texts, lengths = _fit(ids, targets, usable, tokenizer, rng)
+    texts, lengths = fit_texts(ids, targets, usable, tokenizer, rng)
     return [
         Prompt(text, length + special, int(output_len))
         for text, length, output_len in zip(texts, lengths, output_lens, strict=True)
     ]
 
 
-def _fit(
+def fit_texts(
     ids: list[list[int]],
     targets: list[int],
     usable: NDArray[np.int64],
@@ -97,7 +99,7 @@ def _fit(
     return texts, lengths
 
 
-def _printable_ids(tokenizer: Tokenizer) -> NDArray[np.int64]:
+def printable_ids(tokenizer: Tokenizer) -> NDArray[np.int64]:
     """Ids that decode to whole characters on their own."""
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=False)
     texts = tokenizer.decode_batch([[token_id] for token_id in range(vocab_size)], skip_special_tokens=True)

@@ -13,6 +13,7 @@ from tokenmill_server.bench import cli
 
 Start = Callable[[Script], ScriptedServer]
 
+TRACE = ["--dataset-name", "timed_trace", "--dataset-path", "trace.jsonl"]
 MM = ["--dataset-name", "random-mm"]
 IDS = ["--prompt-format", "ids", "--vocab-size", "500"]
 
@@ -102,10 +103,34 @@ def test_images_in_chats(
     assert "Sent (MB):" in capsys.readouterr().out
 
 
+def test_a_trace_is_sent_at_its_times(scripted_server: Start, tmp_path: Path) -> None:
+    rows = [(5.3, 33, [1, 2, 3]), (5.0, 32, [1, 2]), (5.1, 7, [9])]
+    trace = tmp_path / "trace.jsonl"
+    lines = [json.dumps({"t": time, "input_length": n, "output_length": 2, "hash_ids": ids}) for time, n, ids in rows]
+    trace.write_text("\n".join(lines))
+    server = scripted_server(answer)
+    arguments = [
+        *["serve", "--base-url", server.url, "--dataset-name", "timed_trace", "--dataset-path", str(trace)],
+        *["--self-timed", "--timed-trace-label-timestamp", "t", *IDS, "--num-warmups", "1"],
+        *["--result-filename", "out.json", "--result-dir", str(tmp_path)],
+    ]
+    assert cli.main(arguments) == 0
+    warmup, *measured = [seen for seen in server.seen if seen.method == "POST"]
+    prompts = [seen.body["prompt"] for seen in measured]
+    assert [len(prompt) for prompt in prompts] == [32, 7, 33]
+    assert prompts[0] == prompts[2][:32]
+    assert not set(map(tuple, prompts)) & {tuple(warmup.body["prompt"])}
+    assert measured[2].arrived_s - warmup.arrived_s >= 0.3
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["duration"] >= 0.3
+    assert result["num_prompts"] == result["completed"] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--dataset-name", "sharegpt"], "invalid choice: 'sharegpt' (choose from random, random-mm)"),
+        (["serve", "--dataset-name", "sonnet"], "invalid choice: 'sonnet' (choose from random, random-mm, sharegpt, "),
+        (["serve", "--custom-output-len", "0"], "at least 1, or -1"),
         (["serve", "--request-rate", "0"], "'0' is not a number above 0"),
         (["serve", "--request-rate", "nan"], "'nan' is not a number above 0"),
         (["serve", "--random-range-ratio", "1"], "from 0 to below 1"),
@@ -128,7 +153,9 @@ def test_mistakes_are_explained(arguments: list[str], message: str, capsys: pyte
     with pytest.raises(SystemExit) as exit_info:
         cli.main(arguments)
     assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err.replace("'random'", "random").replace("'random-mm'", "random-mm")
+    assert message in capsys.readouterr().err.replace("'random'", "random").replace("'random-mm'", "random-mm").replace(
+        "'sharegpt'", "sharegpt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,6 +166,12 @@ def test_mistakes_are_explained(arguments: list[str], message: str, capsys: pyte
         (["serve", "--random-mm-format", "png"], "--random-mm-format needs --dataset-name random-mm"),
         (["serve", "--dataset-name", "random-mm", "--backend", "openai"], "needs --backend openai-chat"),
         (["serve", *MM, "--random-mm-sizes", "8x8", "--random-mm-bucket-config", "{(8, 8, 1): 1}"], "say the same"),
+        (["serve", "--dataset-name", "sharegpt"], "--dataset-name sharegpt needs --dataset-path FILE"),
+        (["serve", "--dataset-path", "x"], "--dataset-path needs --dataset-name sharegpt, custom or timed_trace"),
+        (["serve", "--prefix-repetition-num-prefixes", "2"], "needs --dataset-name prefix_repetition"),
+        (["serve", "--timed-trace-label-timestamp", "t"], "--timed-trace-label-timestamp needs --dataset-name timed"),
+        (["serve", "--self-timed"], "--self-timed needs --dataset-name timed_trace"),
+        (["serve", *TRACE, "--self-timed", "--request-rate", "1"], "--self-timed contradicts --request-rate"),
         (["throughput", "--no-such-engine-flag", "1"], "unknown flag --no-such-engine-flag"),
         (["latency", "--max-num-seqs", "-4"], "--max-num-seqs must be"),
     ],

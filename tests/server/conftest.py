@@ -1,3 +1,5 @@
+"""Fixtures of several packages' tests."""
+
 from collections.abc import Callable, Iterator
 
 import pytest
