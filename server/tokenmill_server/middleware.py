@@ -67,7 +67,7 @@ class RequestFrame:
                 self._metrics.observe_http(_handler(scope), scope["method"], status, duration_s)
 
     async def _answer_allowed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_allowed(scope["path"], _wanted_headers(scope).get(b"authorization")):
+        if not self._api_keys or self._is_allowed(scope["path"], _wanted_headers(scope).get(b"authorization")):
             await self._app(scope, receive, send)
             return
         error = AuthenticationError("missing or wrong API key; send it as 'Authorization: Bearer KEY'")

@@ -1,5 +1,6 @@
 """Limits on what may be open, over all API servers of a server."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,31 @@ def test_what_will_never_be_taken_is_not_to_be_tried_again(tmp_path: Path) -> No
 def test_no_limit_costs_nothing(tmp_path: Path) -> None:
     assert make_admission(ServerConfig(), tmp_path, 0, lambda _: None) == (None, None)
     assert not list(tmp_path.iterdir())
+
+
+def test_who_is_refused_is_told_when_there_will_be_room(tmp_path: Path) -> None:
+    """By how fast others left in the last half minute; at most a minute, and a second where nothing is known."""
+    now = 100.0
+    counts = QueueCounts(tmp_path / "counts", 1, 0)
+    config = ServerConfig(max_num_queued_reqs=10, max_num_queued_tokens=1000)
+    admission = Admission(config, counts, lambda _: None, clock=lambda: now)
+
+    def told(*refused: GenerationRequest) -> int | None:
+        with pytest.raises(OverloadedError) as error:
+            admission.check(refused)
+        return error.value.retry_after_s
+
+    counts.write(10, 0)
+    assert told(prompt(1)) == 1
+    for _ in range(4):  # half a sequence and ten tokens a second
+        now += 2.0
+        counts.write(9, 980)
+        counts.write(10, 1000)
+    assert told(prompt(1, n=3)) == 6
+    counts.write(2, 1000)
+    now = 110.0
+    assert told(prompt(300)) == math.ceil(300 / (60 / 10))
+    now = 125.0
+    assert told(prompt(900)) == 60
+    now = 200.0  # nothing is known of the last half minute
+    assert told(prompt(900)) == 1

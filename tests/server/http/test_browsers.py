@@ -94,6 +94,16 @@ def test_paths_with_the_proxys_prefix_and_without(browser: httpx.Client, client:
         assert browser.get(f"{prefix}/health", headers={"Authorization": ""}).status_code == 200
         assert is_error(browser.get(f"{prefix}/v1/models", headers={"Authorization": ""}), 401)
     assert is_error(browser.get("/llmv1/models"), 404)
+    for path in (
+        "//v1/models",
+        "/V1/models",
+        "/llm/llm/v1/models",
+        "/llm//v1/models",
+        "/LLM/v1/models",
+        "/llm/health/",
+    ):
+        assert is_error(browser.get(path, headers={"Authorization": ""}), 401), path
+        assert is_error(browser.options(path, headers={"Authorization": ""}), 401), path
     assert browser.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert is_error(client.get("/llm/v1/models"), 404)
 
