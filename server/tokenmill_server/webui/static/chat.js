@@ -59,7 +59,7 @@ export class Chat {
     if (this.#running) return;
     const text = $("prompt").value.trim();
     const fields = this.#fields();
-    if (!fields || !this.settings.model) return;
+    if (!fields) return;
     const images = this.attachments.take();
     if (!text && images.length === 0) return;
     $("prompt").value = "";
@@ -82,6 +82,7 @@ export class Chat {
   #fields() {
     $("composer-hint").textContent = "";
     try {
+      if (!this.settings.model) throw new Error("The server has not said yet what it serves.");
       return this.settings.fields();
     } catch (error) {
       $("composer-hint").textContent = error.message;
@@ -106,10 +107,9 @@ export class Chat {
     $("welcome").hidden = true;
     $("messages").append(answer.node);
     this.#view.toEnd();
-    const running = (this.#running = new AbortController());
+    this.#running = new AbortController();
     showRunning(true);
-    const notes = await this.#receive(answer, body, running.signal);
-    if (this.#running !== running) return; // the conversation was cleared meanwhile
+    const notes = await this.#receive(answer, body, this.#running.signal);
     this.#running = null;
     showRunning(false);
     answer.finish(notes, () => this.#retry(turn));
