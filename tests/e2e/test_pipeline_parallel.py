@@ -32,6 +32,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
     {"temperature": 0, "logit_bias": {"17": 4, "40": -100}, "min_tokens": 9, "stop": ["e"]},
     {"temperature": 0, "logprobs": 1, "prompt_logprobs": 2},
+    {"temperature": 1.0, "seed": 8, "structured_outputs": {"regex": "([a-m]|[0-9 ]{3}){200}"}},
 ]
 
 

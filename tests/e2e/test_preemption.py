@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "penalty": {"temperature": 0, "frequency_penalty": 1},
     "logprobs": {"temperature": 0, "logprobs": 1},
     "seeded": {"temperature": 0.8, "seed": 11},
+    "structured": {"temperature": 0.8, "seed": 11, "structured_outputs": {"regex": "([a-m]|[0-9 ]{3}){200}"}},
 }
 
 

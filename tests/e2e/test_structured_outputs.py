@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from tests.support.server import Server, check_error
+from tokenmill import LLM, SamplingParams, StructuredOutputsParams
+from tokenmill_engine.errors import InvalidRequestError
 
 pytestmark = pytest.mark.slow
 
@@ -227,3 +230,31 @@ def test_who_leaves_before_the_grammar_is_ready(client: httpx.Client, smollm_ser
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/chat/completions", json=body, timeout=0.1)
     smollm_server.check_idle()
+
+
+def test_workers_that_share_a_model_obey(split_server: Server) -> None:
+    """Each of them samples, and all sample the same."""
+    prompt = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1, "seed": 3}
+    alone = split_server.post("/v1/completions", **prompt).json()["choices"][0]["text"]
+    for _ in range(4):
+        wanted = {"structured_outputs": {"regex": "[a-z]{2}-[0-9]{3}"}}
+        text = split_server.post("/v1/completions", **prompt, **wanted).json()["choices"][0]["text"]
+        assert re.fullmatch("[a-z]{2}-[0-9]{3}", text)
+    assert split_server.post("/v1/completions", **prompt).json()["choices"][0]["text"] == alone
+
+
+def test_from_python(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="cpu", dtype="float32", kv_cache_memory_bytes="64M") as llm:
+        wanted = [
+            StructuredOutputsParams(choice=["red", "blue"]),
+            StructuredOutputsParams(regex="[0-9]{4}"),
+            StructuredOutputsParams(json=PERSON, disable_any_whitespace=True),
+        ]
+        sampling = [SamplingParams(max_tokens=300, seed=5, structured_outputs=each) for each in wanted]
+        colour, number, person = (each.outputs[0].text for each in llm.generate([PROMPT] * 3, sampling, use_tqdm=False))
+        assert colour in ("red", "blue")
+        assert re.fullmatch("[0-9]{4}", number)
+        jsonschema.validate(json.loads(person), PERSON)
+        for wrong in (StructuredOutputsParams(), StructuredOutputsParams(regex="[a")):
+            with pytest.raises(InvalidRequestError):
+                llm.generate([PROMPT], SamplingParams(structured_outputs=wrong), use_tqdm=False)

@@ -12,6 +12,7 @@ from tests.engine_core.sampling.conftest import Request, SamplerHarness
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.sampling import table as bits
 from tokenmill_engine.sampling.drawing import sample_rows
+from tokenmill_engine.sampling.masks import SampleMasks
 from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_kernels import sampling_columns as columns
 
@@ -126,6 +127,34 @@ def test_a_graph_follows_parameters_tokens_and_padding() -> None:
         graph.replay()
         different += int((tokens != expected).sum())
         assert (tokens[used:] == INVALID_TOKEN).all()
+    assert different <= 1
+
+
+def test_a_graph_follows_masks() -> None:
+    """Captured without any; replayed with masks of other rows each time, and with none in between."""
+    num_slots = num_rows = 24
+    harness, on_cpu = SamplerHarness(LARGE_VOCAB, num_slots, CUDA), SamplerHarness(LARGE_VOCAB, num_slots, CPU)
+    for each in (harness, on_cpu):
+        start_all(each, ON_DEVICE)
+    logits = random_logits(num_rows, LARGE_VOCAB, 0).cuda()
+    slots = torch.arange(num_rows, dtype=torch.int32, device=CUDA)
+    scratch = logits.clone()
+    harness.sampler.sample_on_device(scratch, slots, bits.ON_DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = harness.sampler.sample_on_device(scratch, slots, bits.ON_DEVICE)
+    rng = np.random.default_rng(0)
+    different = 0
+    for replay in range(6):
+        rows = np.sort(rng.permutation(num_rows)[: 4 * replay]).astype(np.int32)
+        words = rng.integers(-(2**31), 2**31, (len(rows), LARGE_VOCAB // 32)).astype(np.int32)
+        words[::2, 1:] = 0
+        masks = SampleMasks(rows, words) if len(rows) and replay != 3 else None
+        scratch.copy_(logits)
+        harness.sampler.load_masks(masks)
+        graph.replay()
+        expected = on_cpu.sampler.sample(logits.cpu(), np.arange(num_rows, dtype=np.int32), 10, masks).token_ids
+        different += int((tokens.cpu() != expected).sum())
     assert different <= 1
 
 

@@ -3,9 +3,11 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import numpy as np
 
+from tests.support.server import PATIENCE_S
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.engine import EngineCore, Executor
 from tokenmill_engine.ipc.ids import make_request_id
@@ -27,7 +29,8 @@ class CoreRequests:
     """An engine core over real workers, and what its requests were told."""
 
     def __init__(self, config: EngineConfig, executor: Executor, capacity: KVCapacity) -> None:
-        self.core = EngineCore(config, executor, capacity)
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        self.core = EngineCore(config, executor, capacity, wake=lambda: self._woken.put(None))
         self.told: dict[int, Told] = defaultdict(Told)
 
     def add(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> int:
@@ -46,6 +49,14 @@ class CoreRequests:
         while self.core.has_work:
             self.step()
         return [self.told[request_id] for request_id in sorted(self.told)]
+
+    def run_until_finished(self, request_ids: Sequence[int]) -> list[Told]:
+        """As `run`, of requests that may wait for a grammar first."""
+        while not all(self.told[request_id].finishes for request_id in request_ids):
+            if not self.core.has_work:
+                self._woken.get(timeout=PATIENCE_S)
+            self.step()
+        return [self.told[request_id] for request_id in request_ids]
 
     def _take(self, message: StepOutput) -> None:
         told = [self.told[request_id] for request_id in np.frombuffer(message.request_ids, "<i8").tolist()]

@@ -70,9 +70,12 @@ def random_output(grammar: Grammar, chance: random.Random, max_bytes: int = 400)
     while len(output) < max_bytes:
         allowed = np.flatnonzero(allowed_tokens(matcher)).tolist()
         assert allowed, bytes(output)
-        # Few kinds of characters, or strings would be noise that hardly ever ends.
+        # Mostly few kinds of characters, or strings would be noise that hardly ever ends.
         likely = [token for token in allowed if token == END or chr(token) in '"}],:{[0123ab-.'] or allowed
-        token = END if END in likely and chance.random() < 0.8 else chance.choice(likely)
+        unusual = [token for token in allowed if token < 0x20 or chr(token) in '"\\/\x7f\xc3\xf0'] or allowed
+        token = chance.choice(unusual if chance.random() < 0.15 else likely)
+        if END in allowed and chance.random() < 0.8:
+            token = END
         matcher.accept(token)
         if token == END:
             return output.decode()

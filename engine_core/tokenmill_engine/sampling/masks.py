@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenmill_engine.outputs import TokenMasks
+from tokenmill_kernels.cpu import sampling as native
 
 _MINUS_INFINITY = float("-inf")
 
@@ -30,8 +31,9 @@ class SampleMasks:
 
 def apply_on_host(logits: torch.Tensor, masks: SampleMasks) -> None:
     """Change `logits` [num_rows, vocab_size], float32 on the CPU, in place."""
-    rows = logits.numpy()
-    vocab_size = rows.shape[1]
+    if native.is_available():
+        native.mask(logits, torch.from_numpy(masks.rows), torch.from_numpy(masks.bits))
+        return
     for row, bits in zip(masks.rows.tolist(), masks.bits, strict=True):
-        allowed = np.unpackbits(bits.view(np.uint8), bitorder="little", count=vocab_size).view(np.bool_)
-        np.copyto(rows[row], _MINUS_INFINITY, where=~allowed)
+        allowed = np.unpackbits(bits.view(np.uint8), bitorder="little", count=logits.shape[1])
+        logits[row].masked_fill_(torch.from_numpy(allowed) == 0, _MINUS_INFINITY)

@@ -72,6 +72,8 @@ class Sampler:
         self._tokens = tokens
         self._batch_key: tuple[int, bytes] | None = None
         self._batch: SamplingBatch | None = None
+        self._masks: SampleMasks | None = None
+        """Of a CPU that stands in for a GPU."""
         self._device = None
         if table.device.type == "cuda":
             # Machines without a GPU never load its kernels.
@@ -91,9 +93,11 @@ class Sampler:
         return int(np.bitwise_or.reduce(self._table.features[slots], initial=0))
 
     def load_masks(self, masks: SampleMasks | None) -> None:
-        """Enqueue: `sample_on_device` with `MASK` obeys these from now on. Of CUDA devices."""
+        """Enqueue: `sample_on_device` with `MASK` obeys these from now on."""
         if self._device is not None:
             self._device.load_masks(masks)
+        else:
+            self._masks = masks
 
     def sample_on_device(self, logits: torch.Tensor, slots: torch.Tensor, features: int) -> torch.Tensor:
         """One token for each row, decided on the device alone, so that a CUDA graph can hold it.
@@ -112,6 +116,8 @@ class Sampler:
         """
         if self._device is not None:
             return self._device.sample(logits, slots, features)
+        if features & bits.MASK and self._masks is not None:
+            apply_on_host(logits, self._masks)
         return sample_rows(logits, slots, features, self._table, self._tokens)
 
     def sample(

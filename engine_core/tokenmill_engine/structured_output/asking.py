@@ -12,6 +12,8 @@ from typing import Literal
 from tokenmill_engine.messages import StructuredSpec
 
 BackendName = Literal["xgrammar", "guidance"]
+BEGUN = b"!"
+"""In front of an answer, as soon as somebody works on it."""
 MAX_ANSWER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 16
 

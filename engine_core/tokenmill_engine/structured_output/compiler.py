@@ -11,7 +11,7 @@ from typing import Never
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.errors import EngineError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_engine.structured_output.asking import Answer, Question, receive, send
+from tokenmill_engine.structured_output.asking import BEGUN, Answer, Question, receive, send
 from tokenmill_engine.structured_output.grammar import GrammarError
 
 _MODULE = "tokenmill_engine.structured_output.compiler_process"
@@ -61,13 +61,13 @@ class GrammarCompiler:
                 data = receive(ours)
             except OSError:
                 data = b""
-        if not data:
-            if not self.is_alive:
+        if len(data) <= len(BEGUN):
+            if not data or not self.is_alive:
                 raise EngineError("the process that compiles grammars has ended; the request may be sent again")
             if time.monotonic() - began < question.limit_s:
                 raise GrammarError("it takes too much memory to prepare, or its library fails on it")
             raise GrammarError(f"it takes more than {question.limit_s:g} s to prepare, which is the limit")
-        answer: Answer = pickle.loads(data)
+        answer: Answer = pickle.loads(data[len(BEGUN) :])
         if answer.compiled is None:
             raise GrammarError(answer.error)
         return answer.compiled

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc.lifecycle import become_child
-from tokenmill_engine.structured_output.asking import Answer, Question, receive, send
+from tokenmill_engine.structured_output.asking import BEGUN, Answer, Question, receive, send
 from tokenmill_engine.structured_output.backends import Backends
 from tokenmill_engine.structured_output.grammar import GrammarError
 
@@ -60,6 +60,7 @@ def _serve(job: socket.socket, backends: Backends) -> NoReturn:
     become_child("grammar", os.getppid())
     signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
     question: Question = pickle.loads(receive(job))
+    job.sendall(BEGUN)
     signal.setitimer(signal.ITIMER_PROF, question.limit_s)
     allowed = _address_space() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))

@@ -124,7 +124,8 @@ def _grammar_of(spec: StructuredSpec) -> str:
             return matcher.grammar_from_json_schema('{"type": "object"}', overrides=_layout(spec))
         case StructuredKind.REGEX:
             refuse_open_escape(spec.text)
-            return matcher.grammar_from_regex(spec.text)
+            # As in JSON schemas, where \d and \w are of ASCII.
+            return matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(spec.text, 'dw')}/")
         case StructuredKind.CHOICE:
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
             return matcher.grammar_from_lark(f"start: {' | '.join(choices)}")

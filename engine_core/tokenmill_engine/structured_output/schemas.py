@@ -4,7 +4,6 @@ xgrammar ignores some keywords, alone or beside others, and then lets through wh
 refuses what it cannot do. So xgrammar gets the schemas that are made of what it is known to keep to.
 """
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ _NOTES: Final = frozenset(
 """Keywords for readers; `strict` and the like, which are none, as well."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 _KEPT: Final[Mapping[str, frozenset[str]]] = {
-    "string": frozenset(("minLength", "maxLength", "pattern")),
+    "string": frozenset(),  # lengths and patterns let characters through that JSON does not allow
     "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
     "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
@@ -27,8 +26,6 @@ _KEPT: Final[Mapping[str, frozenset[str]]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-_SIMPLE_PATTERN: Final = re.compile(r"\^[^|^$\\]*\$")
-"""Anchored at both ends, and nothing in it that is read in two ways."""
 _SUBSCHEMAS: Final = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS_OF_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
@@ -102,13 +99,7 @@ def _check_type(rules: dict[str, Any]) -> None:
     foreign = rules.keys() - _KEPT.get(kind if isinstance(kind, str) else "", frozenset())
     if foreign:
         raise GrammarError(f"{min(foreign)} is not supported by xgrammar")
-    if "pattern" in rules and not (len(rules) == 1 and _is_simple(rules["pattern"])):
-        raise GrammarError("pattern is supported by xgrammar only alone, and in simple cases")
     _check_parts(rules)
-
-
-def _is_simple(pattern: Any) -> bool:
-    return isinstance(pattern, str) and _SIMPLE_PATTERN.fullmatch(pattern) is not None
 
 
 def _check_parts(rules: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Random tokens and log-probabilities from rows of logits, by the C++ library: some ten times as fast as tensor
-operators on a CPU. Each row's result depends on that row alone."""
+"""Random tokens and log-probabilities from rows of logits, and masks of them, by the C++ library: some ten times as
+fast as tensor operators on a CPU. Each row's result depends on that row alone."""
 
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -40,6 +40,19 @@ class ScoreStruct(Structure):
         ("num_rows", c_int32),
         ("vocab_size", c_int32),
         ("num_top", c_int32),
+    )
+
+
+class MaskStruct(Structure):
+    """Mirrors `TokenmillMask` of csrc/sample.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("row_stride", c_int64),
+        ("rows", c_void_p),
+        ("bits", c_void_p),
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
     )
 
 
@@ -125,3 +138,28 @@ def score(logits: torch.Tensor, own: torch.Tensor, num_top: int) -> tuple[torch.
     )
     check(library.tokenmill_score(struct))
     return token_ids, logprobs, ranks
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Give minus infinity to the tokens of `rows` (int32 [n], each once) of `logits` (float32 [num_rows, vocab_size])
+    that are not allowed: bit `i % 32` of word `i // 32` of `bits` (int32 [n, ceil(vocab_size / 32)]) is set if token
+    `i` is. `is_available` must hold.
+    """
+    library = load()
+    assert library is not None
+    num_words = -(-logits.shape[1] // 32)
+    if logits.dtype != torch.float32 or logits.stride(1) != 1 or rows.dtype != torch.int32:
+        raise TypeError(f"expected rows of float32 logits, got {logits.dtype} with {logits.stride()}")
+    if bits.dtype != torch.int32 or bits.shape != (len(rows), num_words):
+        raise TypeError(f"expected {num_words} words for each of {len(rows)} rows, got {tuple(bits.shape)}")
+    rows, bits = rows.contiguous(), bits.contiguous()
+    library.tokenmill_mask.argtypes = (POINTER(MaskStruct),)
+    struct = MaskStruct(
+        logits=logits.data_ptr(),
+        row_stride=logits.stride(0),
+        rows=rows.data_ptr(),
+        bits=bits.data_ptr(),
+        num_rows=len(rows),
+        vocab_size=logits.shape[1],
+    )
+    check(library.tokenmill_mask(struct))

@@ -63,6 +63,10 @@ def compiler(waiting: Waiting) -> psutil.Process:
     return psutil.Process(waiting.store._compiler._child.process.pid)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 def hostile(depth: int) -> dict[str, object]:
     """Twice the size with each level, for who unfolds it."""
     schema: dict[str, object] = {"type": "string"}
@@ -108,7 +112,7 @@ def test_a_compiler_that_dies_is_replaced(waiting: Waiting) -> None:
     waiting.compile(spec("regex", "a"))
     process = compiler(waiting)
     os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE, PATIENCE_S, "the compiler to end")
+    wait_for(lambda: has_ended(process), PATIENCE_S, "the compiler to end")
     (grammar,) = waiting.compile(spec("regex", "b"))
     assert not isinstance(grammar, TokenmillError)
     assert compiler(waiting).pid != process.pid
@@ -123,6 +127,7 @@ def test_one_that_dies_at_work_is_told(waiting: Waiting) -> None:
     waiting.woken.get(timeout=PATIENCE_S)
     ((_, error),) = waiting.store.finished()
     assert isinstance(error, EngineError)
+    wait_for(lambda: has_ended(process), PATIENCE_S, "the compiler to end")
 
 
 def test_the_cache_is_bounded(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:

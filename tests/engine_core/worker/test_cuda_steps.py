@@ -2,8 +2,10 @@
 with exact sizes and with padded ones, as graphs have them."""
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,11 +17,13 @@ from tests.support.tiny_models import cached_tiny_model
 from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.models.loader import build_model, load_weights
-from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.outputs import StepPlan, TokenMasks
+from tokenmill_engine.sampling import table as columns
 from tokenmill_engine.worker.cuda_graphs import Call
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_steps import CudaSteps
 from tokenmill_engine.worker.model_runner import ModelRunner
+from tokenmill_engine.worker.rehearsal import rehearsal_plan
 from tokenmill_engine.worker.shapes import Ladder, SampleShape, StepShape
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 from tokenmill_engine.worker.worker import Worker
@@ -90,3 +94,22 @@ def test_tokens_are_those_of_the_cpu(
         assert len({shape.num_outputs is None for shape in calls.used if isinstance(shape, StepShape)}) == 2
     else:
         assert not calls.used
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masks_bind_their_rows(temperature: float) -> None:
+    """With graphs, whose buffers the masks go into, and without: the first of five requests and the last are bound,
+    then none is."""
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    plan = rehearsal_plan(5, 4, 1, BLOCK_SIZE, sampling)
+    bits = np.zeros((2, -(-model_config(cached_tiny_model("llama")).architecture.vocab_size // 32)), np.int32)
+    bits[0, 3], bits[1, 0] = 1 << 5, 1 << 7
+    bound = replace(plan, masks=TokenMasks(np.array([0, 4], np.int32), bits))
+    for padded in (False, True):
+        calls = Calls()
+        runner = make_runner(calls, padded=padded)
+        free, masked, again = (runner.execute(each).wait().token_ids[:, 0].tolist() for each in (plan, bound, plan))
+        assert masked == [3 * 32 + 5, *free[1:4], 7]
+        assert again == free
+        features = {key.features for key in calls.used if isinstance(key, SampleShape)}
+        assert any(each & columns.MASK for each in features) == padded

@@ -6,7 +6,7 @@ import torch
 from tests.engine_core.sampling import reference
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_kernels.cpu import library
-from tokenmill_kernels.cpu.sampling import DrawParams, draw, score
+from tokenmill_kernels.cpu.sampling import DrawParams, draw, mask, score
 
 
 def draw_params(params: SamplingParams, vocab_size: int, u: torch.Tensor) -> DrawParams:
@@ -119,3 +119,20 @@ def test_other_types_are_refused() -> None:
         draw(torch.zeros(1, 8, dtype=torch.bfloat16), torch.arange(1), draw_params(SamplingParams(), 8, u))
     with pytest.raises(TypeError, match="float32"):
         score(torch.zeros(1, 8, dtype=torch.bfloat16), torch.arange(1), 1)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 700, 3001])
+def test_only_what_the_bits_allow_is_left(vocab_size: int, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(9, vocab_size + 5, generator=generator)[:, :vocab_size]
+    rows = torch.tensor([7, 0, 3, 4], dtype=torch.int32)
+    allowed = torch.rand(4, vocab_size, generator=generator) < torch.tensor([0.5, 0.01, 0.99, 2.0])[:, None]
+    padded = torch.nn.functional.pad(allowed, (0, -vocab_size % 32)).view(4, -1, 32)
+    bits = (padded.long() << torch.arange(32)).sum(2).to(torch.int32)
+    expected = logits.clone()
+    for index, row in enumerate(rows.tolist()):
+        expected[row, ~allowed[index]] = float("-inf")
+    library.set_num_threads(num_threads)
+    mask(logits, rows, bits)
+    assert torch.equal(logits, expected)

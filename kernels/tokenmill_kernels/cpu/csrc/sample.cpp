@@ -1,6 +1,6 @@
 // Draws the next token of each row of logits: temperature, min-p, top-k, top-p, then the inverse of the cumulative
 // distribution in vocabulary order. Scores tokens: log-probability, rank, and the most likely ones beside them.
-// What comes out for a row depends on that row alone.
+// Gives minus infinity to tokens that are not allowed. What comes out for a row depends on that row alone.
 //
 // Weights are relative to the most likely token, so the largest is 1. Nothing is sorted: filters become a threshold,
 // found by selection among the few weights that can matter.
@@ -260,6 +260,17 @@ void score(const TokenmillScore& rows, int row, Scratch& scratch) {
   }
 }
 
+// 32 tokens for each word of `bits`; most words allow all tokens, or none.
+void mask(float* logits, const int32_t* bits, int vocab_size) {
+  for (int first = 0; first < vocab_size; first += 32) {
+    const uint32_t word = static_cast<uint32_t>(bits[first / 32]);
+    if (word == ~0u) continue;
+    float* const group = logits + first;
+    const int count = std::min(32, vocab_size - first);
+    for (int place = 0; place < count; ++place) group[place] = word >> place & 1 ? group[place] : -INFINITY;
+  }
+}
+
 // Calls body(row, scratch) for every row, on all threads. 0, or 1 if memory ran out.
 template <class Body>
 int32_t run_rows(int num_rows, int vocab_size, const Body& body) {
@@ -294,4 +305,13 @@ int32_t tokenmill_draw(const TokenmillDraw* rows) {
 int32_t tokenmill_score(const TokenmillScore* rows) {
   using namespace tokenmill;
   return run_rows(rows->num_rows, rows->vocab_size, [rows](int row, Scratch& scratch) { score(*rows, row, scratch); });
+}
+
+int32_t tokenmill_mask(const TokenmillMask* rows) {
+  using namespace tokenmill;
+  const int num_words = ceil_div(rows->vocab_size, 32);
+  return run_rows(rows->num_rows, rows->vocab_size, [rows, num_words](int row, Scratch&) {
+    mask(rows->logits + rows->rows[row] * rows->row_stride, rows->bits + static_cast<ptrdiff_t>(row) * num_words,
+         rows->vocab_size);
+  });
 }

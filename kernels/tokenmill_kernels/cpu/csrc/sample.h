@@ -33,9 +33,19 @@ typedef struct {
   int32_t num_top;      // at most vocab_size
 } TokenmillScore;
 
-// Both give 0, or 1 if memory ran out.
+typedef struct {
+  float* logits;
+  int64_t row_stride;
+  const int32_t* rows;  // [num_rows] which rows of logits
+  const int32_t* bits;  // [num_rows, ceil(vocab_size / 32)] bit i % 32 of word i / 32 is set if token i is allowed
+  int32_t num_rows;
+  int32_t vocab_size;
+} TokenmillMask;
+
+// All give 0, or 1 if memory ran out.
 __attribute__((visibility("default"))) int32_t tokenmill_draw(const TokenmillDraw* rows);
 __attribute__((visibility("default"))) int32_t tokenmill_score(const TokenmillScore* rows);
+__attribute__((visibility("default"))) int32_t tokenmill_mask(const TokenmillMask* rows);
 
 #ifdef __cplusplus
 }
