@@ -89,6 +89,12 @@ HERMES = [
         "",
         (("write_file", {"path": "a", "text": '</tool_call> "{[\\ é'}),),
     ),
+    Output(
+        '<tool_call>{"name": "write_file",\n "arguments": {\n"path": "a", "text": "one\ntwo\t\\\\"}}</tool_call>',
+        "",
+        (("write_file", {"path": "a", "text": "one\ntwo\t\\"}),),
+    ),
+    Output('<tool_call>{"name": "now", "arguments": {"a": "1\\\n2"}}</tool_call>', "", (("now", {"a": "1\n2"}),)),
     Output("<tool_call>nothing</tool_call>", "<tool_call>nothing</tool_call>"),
     Output('<tool_call>{"nome": "x"}</tool_call> a', '<tool_call>{"nome": "x"}</tool_call> a'),
     Output("Use <tool_call> so.\n", "Use <tool_call> so.\n"),
@@ -140,6 +146,17 @@ QWEN3_CODER = [
         "<parameter=share>\nnull\n</parameter>\n<parameter=tags>\n['a']\n</parameter>\n</function>",
         "",
         (("get_weather", {"city": "12", "days": "many", "share": None, "tags": ["a"]}),),
+    ),
+    Output(
+        "<tool_call>\n<function=get_weather>\n<parameter=where>\n"
+        '{"mode": "AIR_CLEAN", "enabled": true}\n</function>\n</tool_call>\n',
+        "",
+        (("get_weather", {"where": {"mode": "AIR_CLEAN", "enabled": True}}),),
+    ),
+    Output(
+        "<tool_call>\n<function=write_file>\n<parameter=path>\na</function>b\n<parameter=text>\nc\n</function>",
+        "",
+        (("write_file", {"path": "a</function>b", "text": "c"}),),
     ),
     Output("Tags as <tool_call> or <function= are text", "Tags as <tool_call> or <function= are text"),
     Output("<tool_call>\n{}\n</tool_call>", "<tool_call>\n{}\n</tool_call>"),

@@ -1,6 +1,7 @@
 """Reads calls written as JSON, `{"name": ..., "arguments": {...}}`, while they are generated.
 
-Arguments are passed on as the model wrote them. Models make mistakes: brackets are counted, not checked.
+Arguments are passed on as the model wrote them, but for line breaks in strings, which JSON has not. Models make
+mistakes: brackets are counted, not checked.
 """
 
 import json
@@ -13,6 +14,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _IN_STRING = re.compile(r'["\\]')
 _IN_CONTAINER = re.compile(r'["{}\[\]<]')
 _AFTER_SCALAR = re.compile(r"[,}\]<;\s]")
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _SPACE = " \t\r\n"
 
 
@@ -28,6 +30,11 @@ class ValueScanner:
         self.done = False
         self.broken = False
         """It ended where a tag begins, in the midst of it."""
+
+    @property
+    def within(self) -> tuple[bool, bool]:
+        """Whether it is in a string, and behind a backslash there."""
+        return self._in_string, self._escaped
 
     @property
     def is_container(self) -> bool:
@@ -89,15 +96,34 @@ class ArgumentsReader:
 
     def feed(self, text: str, start: int, events: list[Event]) -> int:
         """Reads on at `start`; returns where it stopped."""
+        state = self.scanner.within
         end = self.scanner.scan(text, start)
         if self.scanner.is_container:
             if end > start:
-                events.append(Arguments(text[start:end]))
+                piece = text[start:end]
+                events.append(Arguments(piece if _CONTROL.search(piece) is None else _mended(piece, *state)))
         else:
             self._pieces.append(text[start:end])
             if self.scanner.done:
                 events.append(Arguments(_unquoted("".join(self._pieces))))
         return end
+
+
+def _mended(piece: str, in_string: bool, escaped: bool) -> str:
+    """With line breaks and the like in strings as JSON writes them: models forget to."""
+    characters: list[str] = []
+    for character in piece:
+        if in_string and character < " ":
+            character = json.dumps(character)[2 if escaped else 1 : -1]
+            escaped = False
+        elif escaped:
+            escaped = False
+        elif in_string and character == "\\":
+            escaped = True
+        elif character == '"':
+            in_string = not in_string
+        characters.append(character)
+    return "".join(characters)
 
 
 def _unquoted(value: str) -> str:

@@ -25,6 +25,9 @@ _FUNCTION_END = "</function>"
 _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
 _BAD_NAME = re.compile(r"[<\n]")
+_VALUE_ENDS = (_PARAMETER_END, f"\n{_FUNCTION_END}\n{_CALL_END}", f"\n{_PARAMETER}")
+"""Models forget the first now and then. The others are long enough to be no part of a value."""
+_VALUE_END = re.compile("|".join(f"\n?{re.escape(tag)}" if tag == _PARAMETER_END else tag for tag in _VALUE_ENDS))
 
 
 class Qwen3CoderParser:
@@ -55,8 +58,11 @@ class Qwen3CoderParser:
     def finish(self) -> list[Event]:
         held, state = self._opening + self._buffer, self._state
         self._buffer = self._opening = ""
-        if state == self._in_value and self._is_text and held:
-            return [Arguments(_quoted(held.removesuffix("\n")))]
+        if state == self._in_value and held:
+            events: list[Event] = []
+            ends = held.startswith("\n" + _FUNCTION_END)
+            self._take_value("" if ends else held.removesuffix("\n"), events, ends=ends)
+            return [*events, Arguments("}")] if ends else events
         return [Text(held)] if held and state in (self._in_text, self._opened, self._in_name) else []
 
     @property
@@ -133,21 +139,24 @@ class Qwen3CoderParser:
         """One line break at each end belongs to the tags."""
         if self._at_value_start:
             self._buffer, self._at_value_start = self._buffer.removeprefix("\n"), False
-        value, tag, rest = self._buffer.partition(_PARAMETER_END)
-        if tag:
-            self._buffer, self._state = rest, self._in_function
-            value = value.removesuffix("\n")
+        match = _VALUE_END.search(self._buffer)
+        if match is not None:
+            value, self._state = self._buffer[: match.start()], self._in_function
+            self._buffer = self._buffer[match.end() if match[0].endswith(_PARAMETER_END) else match.start() :]
         else:
-            cut = len(value) - held_back(value, (_PARAMETER_END, "\n" + _PARAMETER_END))
-            value, self._buffer = value[:cut], value[cut:]
+            cut = len(self._buffer) - held_back(self._buffer, (*_VALUE_ENDS, "\n" + _PARAMETER_END))
+            value, self._buffer = self._buffer[:cut], self._buffer[cut:]
+        self._take_value(value, events, ends=match is not None)
+        return match is not None
+
+    def _take_value(self, value: str, events: list[Event], *, ends: bool) -> None:
         if self._is_text:
-            if value or tag:
-                events.append(Arguments(_quoted(value) + ('"' if tag else "")))
+            if value or ends:
+                events.append(Arguments(_quoted(value) + ('"' if ends else "")))
         else:
             self._value += value
-            if tag:
+            if ends:
                 events.append(Arguments(convert(self._value, self._types)))
-        return bool(tag)
 
     def _after_call(self, _events: list[Event]) -> bool:
         self._buffer = self._buffer.lstrip()
