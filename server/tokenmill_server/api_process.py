@@ -28,6 +28,8 @@ from tokenmill_engine.ipc.control import (
     Drain,
     Drained,
     EngineBack,
+    EngineDrained,
+    EngineDraining,
     EngineLost,
     EngineRecovered,
     EnginesReady,
@@ -183,7 +185,11 @@ class ApiServer:
         self._context = context
         self._channel = channel
         self._engines = EngineConnections(
-            context.generator, context.readiness, self._begin, start.engine.data_parallel_first_rank
+            context.generator,
+            context.readiness,
+            self._begin,
+            start.engine.data_parallel_first_rank,
+            lambda each: _tell(channel, EngineDrained(each.engine, each.incarnation), start.run_dir),
         )
         self._events: asyncio.Queue[ApiControl | asyncio.Task[bool]] = asyncio.Queue()
         """Messages of the launcher, and what they set off once it is done."""
@@ -228,6 +234,8 @@ class ApiServer:
                     self._engines.lost(lost)
                     if self._context.media is not None:
                         self._context.media.engine_lost()
+                case EngineDraining() as draining:
+                    self._engines.drains(draining)
                 case EngineStalled() | EngineRecovered() as change:
                     self._engines.stalls(change)
                 case MetricsFetched(number=number) if self._context.remote_metrics is not None:

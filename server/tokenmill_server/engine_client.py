@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from tokenmill_engine.errors import EngineDeadError, EngineUnavailableError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.ipc.frames import MessageEncoder, send_frames
 from tokenmill_engine.ipc.ids import RequestIds, client_identity
 from tokenmill_engine.ipc.sockets import connect_dealer, is_remote
@@ -92,20 +92,22 @@ class EngineClient:
         self._lost: dict[int, EngineLost] = {}
         """The last loss of each engine. An incarnation may be lost before this has connected to it."""
         self._absences: dict[int, _Absence] = {}
-        """Of engines that were connected or lost, and are not there now."""
+        """Of engines that were connected or lost, and are not there now, or not for new requests."""
+        self._draining: dict[int, EngineDraining] = {}
+        """Engines that get no new requests any more; their connections stay for those that are open."""
         self._closed = False
         self._encoder = MessageEncoder()
         self._decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(self, ready: EngineReady) -> None:
-        """Connects to one engine core, for the first time or to the next incarnation of a lost one.
+        """Connects to one engine core, for the first time or to the next incarnation of one that is lost or drains.
 
         The output side is up before the input side begins: an engine must know this client before it answers it. From
         its greeting on, the engine reports its load also while this client has nothing there.
 
         Raises:
-            EngineDeadError: it was lost already or meanwhile, or does not answer.
+            EngineDeadError: it was lost, or is to take nothing new, already or meanwhile, or does not answer.
         """
         engine = ready.engine
         self._check_alive(ready)
@@ -125,6 +127,7 @@ class EngineClient:
             self._close_link(engine)
             raise EngineDeadError(f"the engine at {ready.endpoints.input} went away at once")
         self._absences.pop(engine, None)
+        self._draining.pop(engine, None)
         self.balancer.joined(engine, ready.kv_cache_tokens)
         self._loop.add_reader(_option(output, zmq.FD), self._read, engine)
         self._read(engine)
@@ -135,9 +138,16 @@ class EngineClient:
         self._read_all(lost.engine)
         self._lost[lost.engine] = lost
         self._absences[lost.engine] = _Absence(lost.message, comes_back=lost.restarts)
+        self._draining.pop(lost.engine, None)
         self.balancer.lost(lost.engine)
         if lost.engine in self._links:
             self._close_link(lost.engine)
+
+    def drain(self, draining: EngineDraining) -> None:
+        """From now on no new requests are sent to an engine; what is open there goes on."""
+        self._draining[draining.engine] = draining
+        self._absences[draining.engine] = _Absence(draining.message, comes_back=False)
+        self.balancer.lost(draining.engine)
 
     def misses(self, ready: EngineReady) -> bool:
         """Whether this incarnation of an engine core is not connected, though nobody has said that it is lost."""
@@ -166,11 +176,11 @@ class EngineClient:
         Raises:
             InvalidRequestError: there is no engine `pinned`.
             EngineUnavailableError: engine `pinned` is gone or not connected; it says when to try again, or that this
-                is of no use.
+                is of no use. Or the last engines that are there finish what they have, and take nothing new.
             EngineDeadError: every engine is gone.
         """
         engine = self.balancer.choose(prompt, pinned)
-        if pinned is not None and self._links and engine not in self._links:
+        if engine in self._draining or (pinned is not None and self._links and engine not in self._links):
             absence = self._absence_of(engine)
             raise EngineUnavailableError(absence.reason, _RETRY_AFTER_S if absence.comes_back else None)
         self._check_connected(engine)
@@ -224,6 +234,9 @@ class EngineClient:
         lost = self._loss_of(ready)
         if lost is not None:
             raise EngineDeadError(lost.message)
+        draining = self._draining.get(ready.engine)
+        if draining is not None and draining.incarnation >= ready.incarnation:
+            raise EngineDeadError(draining.message)
 
     def _connection_broke(self, ready: EngineReady) -> None:
         self._read_all(ready.engine)

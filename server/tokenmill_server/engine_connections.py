@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tokenmill_engine.errors import EngineDeadError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EnginesReady, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EnginesReady, EngineStalled
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.readiness import Readiness
 from tokenmill_server.text_generator import TextGenerator
@@ -30,12 +30,23 @@ Begin = Callable[[Coroutine[Any, Any, bool]], "asyncio.Task[bool]"]
 class EngineConnections:
     """Does what the launcher's messages about engine cores ask for. Of one event loop."""
 
-    def __init__(self, generator: TextGenerator, readiness: Readiness, begin: Begin, first_rank: int = 0) -> None:
-        """`first_rank`: the rank of engine core 0."""
+    def __init__(
+        self,
+        generator: TextGenerator,
+        readiness: Readiness,
+        begin: Begin,
+        first_rank: int = 0,
+        on_drained: Callable[[EngineDraining], None] = lambda _draining: None,
+    ) -> None:
+        """`first_rank`: the rank of engine core 0. `on_drained` is called when nothing is open any more on an engine
+        core that drains."""
         self._generator = generator
         self._readiness = readiness
         self._begin = begin
         self._first_rank = first_rank
+        self._on_drained = on_drained
+        self._draining: dict[int, EngineDraining] = {}
+        """The last drain of each engine core. Perhaps it is gone since."""
         self._connecting: set[asyncio.Task[bool]] = set()
         self._has_joined = False
         """Whether any engine core was ever connected."""
@@ -49,6 +60,8 @@ class EngineConnections:
             self.lost(lost)
         for stalled in ready.stalled:
             self.stalls(stalled)
+        for draining in ready.draining:
+            self.drains(draining)
         for engine in ready.engines:
             self.connect(engine)
 
@@ -60,6 +73,12 @@ class EngineConnections:
         """Whoever waits for it is told so now."""
         self._readiness.engine_lost(lost)
         self._generator.engine_lost(lost)
+
+    def drains(self, draining: EngineDraining) -> None:
+        """It gets nothing new, nor is it connected any more if it is not; what is open there goes on."""
+        self._draining[draining.engine] = draining
+        self._readiness.engine_drains(draining)
+        self._generator.engine_drains(draining, lambda: self._on_drained(draining))
 
     def stalls(self, change: EngineStalled | EngineRecovered) -> None:
         """What is open there goes on waiting: the launcher ends an engine core that is stalled for too long."""
@@ -90,7 +109,7 @@ class EngineConnections:
         loop = asyncio.get_running_loop()
         notice = loop.call_later(_NOTICE_S, self._call_unreachable, engine)
         try:
-            while self._generator.misses(engine):
+            while self._generator.misses(engine) and not self._drains(engine):
                 try:
                     await self._generator.connect(engine)
                 except EngineDeadError as error:
@@ -111,23 +130,24 @@ class EngineConnections:
             self._pass_on(stalled)
 
     def _call_unreachable(self, engine: EngineReady) -> None:
-        if self._generator.misses(engine):
+        if self._generator.misses(engine) and not self._drains(engine):
             reason = f"engine core {self._rank_of(engine)} cannot be reached"
             logger.error("%s at %s; it is tried again and again", reason, engine.endpoints.input)
             self._readiness.engine_unreachable(engine.engine, reason)
 
     def _connection_broke(self, engine: EngineReady) -> None:
         reason = f"the connection to engine core {self._rank_of(engine)} broke"
-        self._readiness.engine_unreachable(engine.engine, reason)
+        if not self._drains(engine):
+            self._readiness.engine_unreachable(engine.engine, reason)
         self._track(self._reconnect(engine, reason))
 
     async def _reconnect(self, engine: EngineReady, reason: str) -> bool:
         """If the engine core has ended, the launcher is about to tell why. If it lives, what is open there fails all
-        the same: answers may be lost. Then it is connected anew."""
+        the same: answers may be lost. Then it is connected anew, unless it drains."""
         await asyncio.sleep(_EXPLANATION_S)
         if not self._generator.misses(engine):
             return False
-        logger.error("%s; connecting again", reason)
+        logger.error("%s%s", reason, "" if self._drains(engine) else "; connecting again")
         self._generator.fail_engine(engine.engine, EngineDeadError(reason))
         return await self._connect(engine)
 
@@ -135,6 +155,10 @@ class EngineConnections:
         """Has an effect if this incarnation is connected."""
         self._readiness.engine_stalls(change)
         self._generator.engine_stalls(change)
+
+    def _drains(self, engine: EngineReady) -> bool:
+        draining = self._draining.get(engine.engine)
+        return draining is not None and draining.incarnation >= engine.incarnation
 
     def _rank_of(self, engine: EngineReady) -> int:
         return self._first_rank + engine.engine

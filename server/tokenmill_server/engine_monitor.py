@@ -1,7 +1,7 @@
 """Metrics that only the launcher can see to, because they are about the ends of processes."""
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.ipc.control import EngineLost, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineStalled
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.engine_table import EngineUpdate
 
@@ -27,6 +27,8 @@ class EngineMonitor:
 
     def apply(self, update: EngineUpdate) -> None:
         """Something has become of an engine core."""
+        if isinstance(update, EngineDraining):
+            return  # it is there as before
         metrics, engine = self._metrics, update.engine
         metrics.engine_stalled[engine].set(isinstance(update, EngineStalled))
         if isinstance(update, EngineReady | EngineLost):

@@ -2,7 +2,7 @@
 
 import logging
 
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.engine_table import EngineUpdate
 
@@ -15,6 +15,10 @@ def log_engine(update: EngineUpdate, rank: int, stall_timeout_s: float, restart:
     match update:
         case EngineReady():
             logger.info("engine core %d serves again", rank)
+        case EngineDraining(message=message):
+            logger.info("%s; what runs there may finish", message)
+        case EngineLost(message=message, planned=True):
+            logger.info("%s, which was told to stop; a launcher that brings it back may join", message)
         case EngineLost(message=message):
             outlook = "a launcher that brings it back may join" if update.may_return else "it is not started again"
             logger.error("%s; its requests are lost, %s", message, restart if update.restarts else outlook)

@@ -7,13 +7,15 @@ processes.
 import msgspec
 import zmq
 
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EnginesReady, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EnginesReady, EngineStalled
 from tokenmill_engine.ipc.ids import LAUNCHER_IDENTITY
 from tokenmill_engine.ipc.sockets import connect_dealer
 from tokenmill_engine.messages import ClientGone, EngineReady
 
-EngineUpdate = EngineReady | EngineLost | EngineStalled | EngineRecovered
+ProcessUpdate = EngineReady | EngineLost | EngineStalled | EngineRecovered
 """An engine core serves from now on, is gone, gets nothing done, or does again."""
+EngineUpdate = ProcessUpdate | EngineDraining
+"""Also: it takes nothing new, since its launcher was told to stop."""
 
 
 class EngineTable:
@@ -23,6 +25,7 @@ class EngineTable:
         self._num_engines = num_engines
         self._states: dict[int, EngineReady | EngineLost] = {}
         self._stalled: dict[int, EngineStalled] = {}
+        self._draining: dict[int, EngineDraining] = {}
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._inputs: dict[int, zmq.Socket[bytes]] = {}
 
@@ -32,15 +35,18 @@ class EngineTable:
         match update:
             case EngineStalled():
                 self._stalled[update.engine] = update
+            case EngineDraining():
+                self._draining[update.engine] = update
             case EngineReady() | EngineLost():
                 self._states[update.engine] = update
+                self._draining.pop(update.engine, None)
                 socket = self._inputs.pop(update.engine, None)
                 if socket is not None:
                     socket.close()
 
     @property
     def ready(self) -> list[EngineReady]:
-        """The engine cores that serve, in the order of their ranks."""
+        """The engine cores that serve, or at least finish what they have, in the order of their ranks."""
         return [state for _, state in sorted(self._states.items()) if isinstance(state, EngineReady)]
 
     @property
@@ -51,7 +57,9 @@ class EngineTable:
     @property
     def introduction(self) -> EnginesReady:
         """What an API server that knows of no engine core is told."""
-        return EnginesReady(self.ready, self.lost, list(self._stalled.values()))
+        in_rotation = [ready for ready in self.ready if ready.engine not in self._draining]
+        stalled = [stalled for stalled in self._stalled.values() if stalled.engine not in self._draining]
+        return EnginesReady(in_rotation, self.lost, stalled, list(self._draining.values()))
 
     @property
     def is_settled(self) -> bool:

@@ -21,6 +21,8 @@ from tokenmill_engine.ipc.control import (
     Drain,
     Drained,
     EngineBack,
+    EngineDrained,
+    EngineDraining,
     EngineLost,
     FromApiServer,
     Listening,
@@ -45,6 +47,7 @@ from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.launching import (
     child_environment,
     end_at_once,
+    is_same_wish,
     log_early_stop,
     may_spawn_early,
     stop_signals,
@@ -64,9 +67,6 @@ _ERROR_DELIVERY_S = 2.0
 _DRAIN_GRACE_S = 3.0
 _CUT_OFF_S = 1.0
 """How long API servers get to tell clients that their answers end here, when there is no time for more."""
-_REPEAT_S = 0.3
-"""Signals this soon after the first are the same wish: `timeout` and others signal a process and its group. Nobody who
-has read that another one ends the server at once is as quick."""
 
 
 class State(Enum):
@@ -189,8 +189,8 @@ class Launcher:
                 self._handle(event)
             for update in self._engines.tick():
                 self._on_engine(update)
-            for update in self._remote.tick() if self._remote is not None else ():
-                self._on_engine(update)
+            for news in self._remote.tick() if self._remote is not None else ():
+                self._on_engine(news)
             for client in self._api_servers.tick():
                 if self._announced:
                     self._api_servers.send(client, self._table.introduction)
@@ -226,8 +226,8 @@ class Launcher:
                 if update is not None:
                     self._on_engine(update)
             case Readable() if self._remote is not None:
-                for update in self._remote.handle(event):
-                    self._on_engine(update)
+                for news in self._remote.handle(event):
+                    self._on_engine(news)
             case Said(key=(_, client), message=message):
                 self._on_api_server_message(client, message)
             case Exited(key=(_, client), returncode=returncode):
@@ -246,10 +246,8 @@ class Launcher:
             self._api_servers.broadcast(Drain(timeout_s))
             self._end_when_drained()
         elif self._state is State.DRAINING:
-            if time.monotonic() - self._drain_began >= _REPEAT_S:
+            if not is_same_wish(number, self._drain_began):
                 self._cut_off(number)
-            else:
-                logger.info("%s: so soon after the first it counts as the same; again to stop at once", number.name)
         elif self._state is State.STARTING:
             log_early_stop(number)
             self._status = stopped_early(number)
@@ -258,12 +256,18 @@ class Launcher:
 
     def _on_engine(self, update: EngineUpdate) -> None:
         """Something has become of an engine core."""
+        if isinstance(update, EngineDraining) and self._remote is not None:
+            if self._state not in (State.STARTING, State.SERVING):
+                # This server's requests may still need it.
+                logger.info("the launcher of engine core %d ends with this server", update.engine)
+                return
+            self._remote.drains.begin(update, self._api_servers.running if self._announced else ())
         self._table.apply(update)
         self._monitor.apply(update)
         self._log_engine(update)
         if isinstance(update, EngineReady):
             log_sharing(update, self._configuration.engine.rank_of(update.engine), bool(self._segments))
-        if isinstance(update, EngineLost) and (self._table.is_hopeless or self._is_last_of_drain()):
+        if isinstance(update, EngineLost) and (self._table.is_hopeless or self._is_last_of_drain(update)):
             self._fail(update)
         elif self._announced:
             self._api_servers.broadcast(EngineBack(update) if isinstance(update, EngineReady) else update)
@@ -277,8 +281,8 @@ class Launcher:
             self._missing = self._remote.missing
             self._api_servers.broadcast(RanksMissing(self._missing))
 
-    def _is_last_of_drain(self) -> bool:
-        return self._state is State.DRAINING and not self._table.ready
+    def _is_last_of_drain(self, lost: EngineLost) -> bool:
+        return self._state is State.DRAINING and not self._table.ready and not lost.planned
 
     def _log_engine(self, update: EngineUpdate) -> None:
         if isinstance(update, EngineReady) and not self._announced:
@@ -296,6 +300,8 @@ class Launcher:
                 self._announce_when_ready()
             case MetricsWanted(number=number) if self._remote is not None:
                 self._remote.fetch_metrics(lambda: self._api_servers.send(client, MetricsFetched(number)))
+            case EngineDrained() if self._remote is not None:
+                self._remote.drains.answered(client, message)
             case Pulse():
                 self._api_servers.answered(client)
             case StartFailed(message=reason):
@@ -314,6 +320,8 @@ class Launcher:
         if self._state is State.FAILING:
             return
         self._table.client_gone(client, self._api_servers.incarnation(client))
+        if self._remote is not None:
+            self._remote.drains.client_gone(client)
         if self._state in (State.DRAINING, State.CUTTING_OFF):
             if client in self._draining:
                 self._lost_requests = True

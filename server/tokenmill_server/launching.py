@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 from typing import NoReturn
 
 from tokenmill_server.flags.values import FlagValues
@@ -10,6 +11,10 @@ from tokenmill_server.run_dir import RunDir
 from tokenmill_server.supervisor import EngineSupervisor
 
 logger = logging.getLogger(__name__)
+
+_REPEAT_S = 0.3
+"""Signals this soon after the first are the same wish: `timeout` and others signal a process and its group. Nobody who
+has read that another one ends the server at once is as quick."""
 
 
 def end_at_once(number: signal.Signals, engines: EngineSupervisor, run_dir: RunDir) -> NoReturn:
@@ -32,6 +37,15 @@ def stopped_early(number: signal.Signals) -> int:
     """The exit status of a launcher that a signal ends before it serves: as shells tell of a process that the signal
     itself has ended, so that nobody takes it for one that has done its work."""
     return 128 + number
+
+
+def is_same_wish(number: signal.Signals, drain_began: float) -> bool:
+    """Whether a signal that comes during a drain is the one that began it, on the monotonic clock, once more; if so the
+    log tells."""
+    if time.monotonic() - drain_began >= _REPEAT_S:
+        return False
+    logger.info("%s: so soon after the first it counts as the same; again to stop at once", number.name)
+    return True
 
 
 def child_environment(run_dir: RunDir) -> dict[str, str]:

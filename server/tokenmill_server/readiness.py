@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenmill_engine.errors import EngineDeadError, EngineStartingError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_server.data_parallel.ranks import phrase
 from tokenmill_server.errors import ShuttingDownError
 
@@ -42,7 +42,7 @@ class EngineFault:
 
     engine: int
     status: str
-    """restarting, missing, dead, unreachable or stalled."""
+    """restarting, missing, dead, unreachable, draining or stalled."""
     reason: str
 
 
@@ -59,6 +59,7 @@ class Readiness:
         self._lost: dict[int, EngineLost] = {}
         self._unreachable: dict[int, str] = {}
         """Why, one sentence each."""
+        self._draining: dict[int, EngineDraining] = {}
         self._stalled: dict[int, EngineStalled] = {}
 
     def move(self, phase: Phase, reason: str | None = None) -> None:
@@ -97,6 +98,12 @@ class Readiness:
         self._unreachable[engine] = reason
         self._check_joined()
 
+    def engine_drains(self, draining: EngineDraining) -> None:
+        """An engine core takes no new requests any more, and is gone soon."""
+        self._leave(draining.engine)
+        self._draining[draining.engine] = draining
+        self._check_joined()
+
     def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
         """An engine core gets nothing done, or does again. Requests are taken all the same. Another incarnation than
         the joined one does not matter."""
@@ -108,7 +115,7 @@ class Readiness:
             self._stalled.pop(change.engine, None)
 
     def _leave(self, engine: int) -> None:
-        for group in (self._joined, self._lost, self._unreachable, self._stalled):
+        for group in (self._joined, self._lost, self._unreachable, self._draining, self._stalled):
             group.pop(engine, None)
 
     def _check_joined(self) -> None:
@@ -117,7 +124,8 @@ class Readiness:
             return
         self.phase = Phase.STARTING
         lost = self._lost.values()
-        hopes = [f"{each.message}; a launcher that brings it back may join" for each in lost if each.may_return]
+        hopes = [f"{each.message}; another launcher may bring it back" for each in self._draining.values()]
+        hopes += [f"{each.message}; a launcher that brings it back may join" for each in lost if each.may_return]
         hopes += [f"{each.message}; it is being restarted" for each in lost if each.restarts]
         hopes += self._unreachable.values()
         self.reason = hopes[-1] if hopes else "engine cores are being connected"
@@ -127,6 +135,7 @@ class Readiness:
         """The engine cores that are not in rotation, in their order."""
         faults = [EngineFault(lost.engine, _status_of(lost), lost.message) for lost in self._lost.values()]
         faults += [EngineFault(engine, "unreachable", reason) for engine, reason in self._unreachable.items()]
+        faults += [EngineFault(engine, "draining", each.message) for engine, each in self._draining.items()]
         for stalled in self._stalled.values():
             reason = f"it has work but finished no step for {time.time() - stalled.since:.0f} s"
             faults.append(EngineFault(stalled.engine, "stalled", reason))

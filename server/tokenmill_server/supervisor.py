@@ -31,7 +31,7 @@ from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import Endpoints, EngineReady
 from tokenmill_server.children import stop_children, watch_child
 from tokenmill_server.config import FaultConfig
-from tokenmill_server.engine_table import EngineUpdate
+from tokenmill_server.engine_table import ProcessUpdate
 from tokenmill_server.liveness import Liveness
 from tokenmill_server.stalls import StallDetector
 from tokenmill_server.watcher import Exited, Said, Watcher
@@ -134,7 +134,7 @@ class EngineSupervisor:
         """Whether this engine core is one of this machine's."""
         return engine in self._ranks
 
-    def handle(self, event: Said | Exited) -> EngineUpdate | None:
+    def handle(self, event: Said | Exited) -> ProcessUpdate | None:
         """Takes note of an event about an engine core; returns what it changes for others.
 
         Raises:
@@ -163,14 +163,14 @@ class EngineSupervisor:
                 return self._ended(rank, returncode)
         return None
 
-    def tick(self) -> list[EngineUpdate]:
+    def tick(self) -> list[ProcessUpdate]:
         """To be called when `next_tick` has come, or more often: starts the engine cores again whose time it is, and
         looks for those that hang. Returns what changes for others.
 
         Raises:
             StartupError: an engine core hung when it started for the first time.
         """
-        updates: list[EngineUpdate] = []
+        updates: list[ProcessUpdate] = []
         for rank in self._ranks.values():
             if rank.restart_at is not None and rank.restart_at <= time.monotonic():
                 updates += self._restart(rank)
@@ -203,7 +203,7 @@ class EngineSupervisor:
         for rank in self._ranks.values():
             rank.child = None
 
-    def _restart(self, rank: _Rank) -> list[EngineUpdate]:
+    def _restart(self, rank: _Rank) -> list[ProcessUpdate]:
         """Returns its loss if the machine does not let us start it now; that is one more death."""
         assert self._config is not None
         rank.restart_at = None
@@ -217,7 +217,7 @@ class EngineSupervisor:
         self._configure(rank, self._config, time.monotonic())
         return []
 
-    def _kill(self, rank: _Rank, fault: str) -> list[EngineUpdate]:
+    def _kill(self, rank: _Rank, fault: str) -> list[ProcessUpdate]:
         """Kills an engine core that hangs. It is lost at once: one that hangs in the kernel does not end."""
         if rank.child is None or rank.is_lost:
             return []

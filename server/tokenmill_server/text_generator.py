@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokenmill_engine.errors import EngineDeadError, EngineError, InvalidRequestError, TokenmillError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.messages import (
     AddRequest,
     EngineReady,
@@ -51,6 +51,8 @@ class TextGenerator:
         self.on_queue: Callable[[int, int], None] = _nobody_counts
         """Called with the open sequences, and the prompt tokens of those without an answer, when they have changed."""
         self._num_queued_tokens = 0
+        self._on_drained: dict[int, Callable[[], None]] = {}
+        """By engine that drains and has something open here."""
         client.on_output = self._on_step
         self._resender = MediaResender(self._choices, self._send_again, self.fail)
         client.on_media_missing = self._resender.missing
@@ -178,6 +180,13 @@ class TextGenerator:
         if self._metrics is not None:
             self._metrics.lost_requests[lost.engine].inc(num_lost)
 
+    def engine_drains(self, draining: EngineDraining, on_drained: Callable[[], None]) -> None:
+        """New requests go elsewhere from now on. `on_drained` is called once nothing is open on the engine: now, if
+        nothing is."""
+        self._client.drain(draining)
+        self._on_drained[draining.engine] = on_drained
+        self._tell_drained()
+
     def engine_stalls(self, change: EngineStalled | EngineRecovered) -> None:
         """New requests go elsewhere while an engine is stalled, if anywhere."""
         self._client.engine_stalls(change)
@@ -206,6 +215,13 @@ class TextGenerator:
 
     def _tell_queue(self) -> None:
         self.on_queue(len(self._choices), self._num_queued_tokens)
+        if self._on_drained:
+            self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        busy = {choice.generation.engine for choice in self._choices.values()}
+        for engine in self._on_drained.keys() - busy:
+            self._on_drained.pop(engine)()
 
     def _send_again(self, generation: Generation, choices: Sequence[Choice], media: tuple[MediaItem, ...]) -> None:
         self._client.add_again(generation.engine, _engine_requests(generation, choices, media))

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from tests.support.far_engines import FarEngine, far_engines
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import EngineDeadError, EngineStartingError, EngineUnavailableError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EnginesReady, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EnginesReady, EngineStalled
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_server.balancing.load_balancer import LoadBalancer
 from tokenmill_server.engine_client import EngineClient
@@ -36,7 +37,10 @@ class Api:
         self.far = far
         self.readiness = Readiness(len(far))
         self.generator = TextGenerator(EngineClient(0, 0, LoadBalancer(len(far))), tokenizer)
-        self.connections = EngineConnections(self.generator, self.readiness, self._begin)
+        self.drained: list[EngineDraining] = []
+        self.connections = EngineConnections(
+            self.generator, self.readiness, self._begin, on_drained=self.drained.append
+        )
         self._tasks: list[asyncio.Task[bool]] = []
 
     def _begin(self, work: "asyncio.coroutines.Coroutine[object, object, bool]") -> "asyncio.Task[bool]":
@@ -178,3 +182,86 @@ async def test_nothing_is_taken_while_the_connection_to_the_only_engine_is_broke
         assert api.readiness.reason == "the connection to engine core 0 broke"
         await wait_until(lambda: api.readiness.phase is Phase.READY)
         await api.generate()
+
+
+def draining(engine: int) -> EngineDraining:
+    return EngineDraining(engine, 0, f"engine core {engine} drains")
+
+
+async def open_on(api: Api, engine: int) -> "asyncio.Task[None]":
+    """A request that does not get on."""
+    echo = api.far[engine].engine
+    echo.paused.set()
+    waiting = asyncio.create_task(api.generate(pinned=engine))
+    await wait_until(lambda: echo.num_running == 1)
+    return waiting
+
+
+async def test_who_drains_finishes_what_it_has_and_gets_nothing_new(tokenizer: Tokenizer) -> None:
+    async with api_of(tokenizer, 2) as api:
+        api.introduce()
+        await api.connections.wait_for_all(PATIENCE_S)
+        waiting = await open_on(api, 1)
+        api.connections.drains(draining(1))
+        assert (api.readiness.phase, api.faults, api.drained) == (Phase.READY, [(1, "draining")], [])
+        with pytest.raises(EngineUnavailableError, match="engine core 1 drains"):
+            await api.generate(pinned=1)
+        for _ in range(4):
+            await api.generate()
+        assert [len(far.engine.added) for far in api.far] == [4, 1]
+        api.connections.drains(draining(0))
+        assert api.drained == [draining(0)]
+        with pytest.raises(EngineStartingError, match="engine core 0 drains"):
+            api.readiness.check()
+        with pytest.raises(EngineUnavailableError, match=r"engine core \d drains"):
+            await api.generate()
+        api.far[1].engine.paused.clear()
+        await waiting
+        assert api.drained == [draining(0), draining(1)]
+        api.connections.lost(EngineLost(1, 0, "engine core 1 is gone", may_return=True, planned=True))
+        assert api.faults == [(0, "draining"), (1, "missing")]
+        api.connections.connect(msgspec.structs.replace(api.far[1].ready(), incarnation=1))
+        await wait_until(lambda: api.faults == [(0, "draining")])
+        await api.generate()
+        await api.generate(pinned=1)
+        assert api.drained == [draining(0), draining(1)]
+
+
+async def test_nobody_tries_to_reach_who_drains(tokenizer: Tokenizer) -> None:
+    async with api_of(tokenizer, 2, lets_in=False) as api:
+        api.far[0].let_in(True)
+        api.introduce()
+        await api.connections.wait_for_one(PATIENCE_S)
+        api.connections.drains(draining(1))
+        assert (api.faults, api.drained) == ([(1, "draining")], [draining(1)])
+        await api.connections.wait_for_all(PATIENCE_S)
+        api.far[1].let_in(True)
+        assert api.faults == [(1, "draining")]
+
+
+async def test_an_api_server_that_begins_during_a_drain_is_told(tokenizer: Tokenizer) -> None:
+    async with api_of(tokenizer, 2) as api:
+        api.connections.introduce(EnginesReady([api.far[0].ready()], draining=[draining(1)]))
+        await api.connections.wait_for_all(PATIENCE_S)
+        assert (api.faults, api.drained) == ([(1, "draining")], [draining(1)])
+        await api.generate()
+        with pytest.raises(EngineUnavailableError, match="engine core 1 drains"):
+            await api.generate(pinned=1)
+
+
+async def test_what_is_open_fails_if_the_connection_breaks_during_a_drain(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody connects again."""
+    async with api_of(tokenizer, 2) as api:
+        api.introduce()
+        await api.connections.wait_for_all(PATIENCE_S)
+        waiting = await open_on(api, 1)
+        api.connections.drains(draining(1))
+        api.far[1].cut()
+        with pytest.raises(EngineDeadError, match="the connection to engine core 1 broke"):
+            await waiting
+        assert (api.faults, api.drained) == ([(1, "draining")], [draining(1)])
+        await api.connections.wait_for_all(PATIENCE_S)
+        assert api.generator.misses(api.far[1].ready())
+        assert "connecting again" not in caplog.text

@@ -10,7 +10,7 @@ SCRIPT = """
 import dataclasses, subprocess, sys
 import prometheus_client  # as `python -m tokenmill` has, before there is a folder for metrics
 from tests.support.api_server import engine_config
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.ipc.sockets import local_endpoints
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metric_files import render_metrics
@@ -30,6 +30,7 @@ for engine in range(3):
     monitor.apply(EngineReady(engine, 0, local_endpoints(folder, engine), 128, 8, 16, 128, "none"))
 monitor.apply(EngineStalled(0, 0, 0.0))
 monitor.apply(EngineStalled(1, 0, 0.0))
+monitor.apply(EngineDraining(0, 0, "goes on for now"))
 monitor.apply(EngineLost(1, 0, "gone", restarts=True))
 monitor.apply(EngineReady(1, 1, local_endpoints(folder, 1, 1), 128, 8, 16, 128, "none"))
 monitor.apply(EngineLost(2, 0, "gone"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EnginesReady, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EnginesReady, EngineStalled
 from tokenmill_engine.ipc.sockets import bind_router, local_endpoints
 from tokenmill_engine.messages import ClientGone, EngineReady
 from tokenmill_server.engine_table import EngineTable
@@ -72,6 +72,21 @@ def test_the_introduction_tells_of_stalls_that_last() -> None:
     assert table.introduction == EnginesReady([ready(0), ready(2)], [lost(1, restarts=True)], [stalls[2]])
     table.apply(ready(1, 1))
     assert table.introduction.stalled == [stalls[2]]
+
+
+def test_the_introduction_tells_who_takes_nothing_new_and_death_ends_that() -> None:
+    """Until then it is there, for what it has."""
+    table = EngineTable(2)
+    draining = EngineDraining(1, 0, "engine core 1 drains")
+    for update in (ready(0), ready(1), draining, EngineStalled(1, 0, 1.0)):
+        table.apply(update)
+    assert table.introduction == EnginesReady([ready(0)], draining=[draining])
+    assert table.ready == [ready(0), ready(1)]
+    gone = EngineLost(1, 0, "engine core 1 is gone with its launcher", may_return=True, planned=True)
+    table.apply(gone)
+    assert table.introduction == EnginesReady([ready(0)], [gone])
+    table.apply(ready(1, 1))
+    assert table.introduction == EnginesReady([ready(0), ready(1, 1)])
 
 
 def test_engine_cores_that_are_there_hear_of_a_dead_api_server(tmp_path: Path) -> None:

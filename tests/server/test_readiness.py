@@ -1,7 +1,7 @@
 import pytest
 
 from tokenmill_engine.errors import EngineDeadError, EngineStartingError, TokenmillError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_server.errors import ShuttingDownError
 from tokenmill_server.readiness import Phase, Readiness
 
@@ -138,6 +138,27 @@ def test_one_that_only_another_launcher_brings_back_is_missing_and_not_restartin
     readiness.check()
     readiness.engine_lost(EngineLost(1, 1, "engine core 1 was killed"))
     assert readiness.phase is Phase.DEAD
+
+
+def test_one_that_takes_nothing_new_is_out_of_rotation() -> None:
+    """Whether it gets done what it has is no concern of new requests."""
+    readiness = Readiness(2)
+    for engine in range(2):
+        readiness.engine_joined(engine, 0)
+    readiness.engine_stalls(EngineStalled(1, 0, 0.0))
+    readiness.engine_drains(EngineDraining(1, 0, "engine core 1 drains"))
+    assert [(fault.engine, fault.status, fault.reason) for fault in readiness.engine_faults] == [
+        (1, "draining", "engine core 1 drains")
+    ]
+    readiness.engine_stalls(EngineStalled(1, 0, 0.0))
+    assert (readiness.phase, readiness.is_stalled, len(readiness.engine_faults)) == (Phase.READY, False, 1)
+    readiness.engine_drains(EngineDraining(0, 0, "engine core 0 drains"))
+    with pytest.raises(EngineStartingError, match="engine core 0 drains; another launcher may bring it back"):
+        readiness.check()
+    readiness.engine_lost(EngineLost(1, 0, "engine core 1 is gone", may_return=True, planned=True))
+    assert [fault.status for fault in readiness.engine_faults] == ["draining", "missing"]
+    readiness.engine_joined(1, 1)
+    readiness.check()
 
 
 def test_an_unreachable_engine_core_is_named_and_may_come_back() -> None:

@@ -20,12 +20,12 @@ import os
 import sys
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc import stopped
-from tokenmill_server import api_servers, launcher, liveness, supervisor
+from tokenmill_server import api_servers, launcher, launching, liveness, supervisor
 from tokenmill_server.cli import serve
 from tokenmill_server.flags import faults
 api_servers._MODULE = "tests.support.scripted_api_server"
 supervisor._ENGINE_MODULE = "tests.support.scripted_engine"
-for module in (launcher, liveness, stopped, faults):
+for module in (launcher, launching, liveness, stopped, faults):
     for name in {*vars(module)} & {*os.environ}:
         setattr(module, name, float(os.environ[name]))
 try:
@@ -96,8 +96,8 @@ class Launched:
 def launched(
     *arguments: str, engine: str = "ready", api: str = "serve", environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Launched]:
-    """What has the name of a constant of `launcher`, `liveness`, `stopped` or `faults` in `environment` takes its
-    place: seconds."""
+    """What has the name of a constant of `launcher`, `launching`, `liveness`, `stopped` or `faults` in `environment`
+    takes its place: seconds."""
     with tempfile.TemporaryDirectory(prefix="l-", ignore_cleanup_errors=True) as folder:
         run = Launched(Path(folder), engine, api, arguments, environment)
         try:

@@ -1,6 +1,7 @@
 """A child that speaks an API server's part of the launcher's protocol. CHILD_API says how it behaves: `serve`, `crash`
 (exits with status 4 once engines are ready), `fail` (exits with status 5 at once), `busy` (drains until its time is
-over, then cuts off three requests), `stubborn` (never drains), `patient` (drains when it is told a second time)."""
+over, then cuts off three requests), `stubborn` (never drains, nor ever has an engine core that has), `patient` (drains
+when it is told a second time)."""
 
 import os
 import sys
@@ -10,6 +11,8 @@ from tests.support.scripted_child import begin, note
 from tokenmill_engine.ipc.control import (
     Drain,
     Drained,
+    EngineDrained,
+    EngineDraining,
     EngineLost,
     EnginesReady,
     Listening,
@@ -39,6 +42,7 @@ def main() -> None:
         line = f"{name} hears {type(message).__name__}"
         if isinstance(message, EnginesReady):
             line += f": {len(message.engines)} there, {len(message.lost)} lost"
+            line += f", {len(message.draining)} draining" if message.draining else ""
         note(line)
         match message:
             case EnginesReady() if behaviour == "crash":
@@ -47,6 +51,8 @@ def main() -> None:
                 channel.send(Serving())
             case EngineLost(message=reason, restarts=restarts):
                 note(f"{reason} (restarts: {restarts})")
+            case EngineDraining(engine=engine, incarnation=incarnation) if behaviour != "stubborn":
+                channel.send(EngineDrained(engine, incarnation))
             case Drain() if behaviour == "patient":
                 behaviour = "serve"
             case Drain(timeout_s=timeout_s) if behaviour != "stubborn":

@@ -18,7 +18,7 @@ from tests.support.scripted_child import begin, note
 from tokenmill_engine.ipc.control import EngineControl, EngineStart, StartFailed
 from tokenmill_engine.ipc.heartbeat import Heartbeat
 from tokenmill_engine.ipc.lifecycle import watch_parent
-from tokenmill_engine.ipc.sockets import bind_router
+from tokenmill_engine.ipc.sockets import bind_router, bound_endpoint
 from tokenmill_engine.messages import ClientGone, EngineReady
 
 
@@ -56,7 +56,8 @@ def main() -> None:
     if behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = bind_router(context, start.bind.input)
+    socket = bind_router(context, start.bind.input, secret_key=start.bind.key)
+    bound = msgspec.structs.replace(start.bind, input=bound_endpoint(socket))
     heartbeat = Heartbeat(channel)
     heartbeat.has_work = lambda: behaviour in ("stall", "hiccup")
     watch_parent(channel, heartbeat.answer, start.run_dir)
@@ -64,7 +65,7 @@ def main() -> None:
         wait_for_note(".1 pid")
     if behaviour == "hiccup":
         threading.Thread(target=get_on, args=(heartbeat,), daemon=True).start()
-    channel.send(EngineReady(start.engine, start.incarnation, start.bind, 128, 8, 16, 128, "none", {"load": 0.1}))
+    channel.send(EngineReady(start.engine, start.incarnation, bound, 128, 8, 16, 128, "none", {"load": 0.1}))
     name = f"engine {start.engine}.{start.incarnation}"
     note(f"{name} pid {os.getpid()}")
     if behaviour == "die":

@@ -51,6 +51,8 @@ class EngineLost(msgspec.Struct, tag=True, frozen=True):
     """Whether another incarnation of it is about to start; `EngineBack` tells when it is there."""
     may_return: bool = False
     """Nobody starts it again, but a headless launcher that has its rank may join."""
+    planned: bool = False
+    """Its launcher was told to stop."""
 
     @property
     def is_final(self) -> bool:
@@ -74,6 +76,16 @@ class EngineRecovered(msgspec.Struct, tag=True, frozen=True):
     incarnation: int
 
 
+class EngineDraining(msgspec.Struct, tag=True, frozen=True):
+    """To every API server: send no new requests to this engine core, whose launcher was told to stop. What is open
+    there goes on; answer EngineDrained once nothing is."""
+
+    engine: int
+    incarnation: int
+    message: str
+    """Why, as one sentence."""
+
+
 class EngineBack(msgspec.Struct, tag=True, frozen=True):
     """To every API server: a lost engine core was restarted and serves again."""
 
@@ -84,9 +96,12 @@ class EnginesReady(msgspec.Struct, tag=True, frozen=True):
     """To every API server once all engine cores are ready, and to a restarted API server: who is there, who is not."""
 
     engines: list[EngineReady]
+    """Those that take requests."""
     lost: list[EngineLost] = []
     stalled: list[EngineStalled] = []
     """Those of `engines` that are."""
+    draining: list[EngineDraining] = []
+    """Those that are none of `engines` any more."""
 
 
 class RanksMissing(msgspec.Struct, tag=True, frozen=True):
@@ -131,6 +146,13 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
     """HTTP requests that were not finished in time."""
 
 
+class EngineDrained(msgspec.Struct, tag=True, frozen=True):
+    """From an API server, in answer to EngineDraining: nothing of its own is open there, and nothing will be."""
+
+    engine: int
+    incarnation: int
+
+
 class MetricsWanted(msgspec.Struct, tag=True, frozen=True):
     """From an API server: somebody asks for the metrics of all engine cores, and some are on other machines."""
 
@@ -145,6 +167,6 @@ class MetricsFetched(msgspec.Struct, tag=True, frozen=True):
 
 EngineControl = EngineStart | Ping
 FromEngine = EngineReady | Pulse | StartFailed | EngineFailed
-EngineNews = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineBack | RanksMissing
+EngineNews = EnginesReady | EngineLost | EngineStalled | EngineRecovered | EngineDraining | EngineBack | RanksMissing
 ToApiServer = EngineNews | MetricsFetched | Ping | Drain
-FromApiServer = Listening | Serving | MetricsWanted | Pulse | Drained | StartFailed
+FromApiServer = Listening | Serving | MetricsWanted | Pulse | EngineDrained | Drained | StartFailed

@@ -12,15 +12,25 @@ from typing import Any
 import msgspec
 
 from tokenmill_engine.ipc.channel import ChannelClosedError
-from tokenmill_engine.ipc.control import EngineLost, EngineRecovered, EngineStalled, MetricsWanted, Ping, Pulse
+from tokenmill_engine.ipc.control import (
+    EngineDraining,
+    EngineLost,
+    EngineRecovered,
+    EngineStalled,
+    MetricsWanted,
+    Ping,
+    Pulse,
+)
 from tokenmill_engine.ipc.sockets import public_key
 from tokenmill_engine.messages import EngineReady
 from tokenmill_server.config import DataParallelConfig
 from tokenmill_server.data_parallel import metric_copies
 from tokenmill_server.data_parallel.authentication import engine_key, new_nonce
 from tokenmill_server.data_parallel.connection import send_if_open
+from tokenmill_server.data_parallel.draining import EngineDrains
 from tokenmill_server.data_parallel.messages import (
     Accepted,
+    Draining,
     Facts,
     FromHead,
     FromLauncher,
@@ -29,12 +39,13 @@ from tokenmill_server.data_parallel.messages import (
     Leaving,
     MetricFiles,
     MetricFilesKept,
+    RanksDrained,
     Refused,
     Registration,
 )
 from tokenmill_server.data_parallel.ranks import phrase, without
 from tokenmill_server.data_parallel.reception import KEY, Connection, Reception, RefusedError
-from tokenmill_server.engine_table import EngineUpdate
+from tokenmill_server.engine_table import EngineUpdate, ProcessUpdate
 from tokenmill_server.liveness import Liveness
 from tokenmill_server.watcher import Readable, Watcher
 
@@ -54,6 +65,10 @@ class _Launcher:
     ranks: range
     parting: str = ""
     """Why it leaves, if it has said so."""
+    is_planned: bool = False
+    """It was told to."""
+    draining: set[int] | None = None
+    """Of one that is about to leave: the ranks where something still runs."""
 
     @property
     def number(self) -> int:
@@ -98,6 +113,10 @@ class RemoteEngines:
         self._bases: dict[int, int] = {}
         """What the first incarnation of a rank in its present launcher counts as."""
         self._serving: set[int] = set()
+        self._restarting: set[int] = set()
+        """Ranks that have served, and whose launchers start them again."""
+        self.drains = EngineDrains(self._drained)
+        """Who reports `EngineDraining` to API servers begins a drain here; their answers, and ends, go there too."""
         self._questions: dict[int, _Question] = {}
         self._last_question = 0
         self._remind_at = time.monotonic() + _REMIND_S
@@ -205,6 +224,8 @@ class RemoteEngines:
             )
         for other in self._launchers.values():
             if set(ranks).intersection(other.ranks):
+                if other.draining is not None:
+                    raise RefusedError(f"{other.name} finishes what runs there before it ends", worth_waiting=True)
                 advice = "no rank is free; stop that launcher first, or raise --data-parallel-size everywhere"
                 if missing := self.missing:
                     advice = f"free: {phrase(missing)}; use another --data-parallel-start-rank"
@@ -220,7 +241,7 @@ class RemoteEngines:
                 updates += self._take(launcher, message)
         except RefusedError as error:
             logger.warning("%s is refused: %s", launcher.name, error)
-            self._send(launcher, Refused(str(error), error.may_pass))
+            self._send(launcher, error.answer)
             return updates + self._lost(launcher, str(error))
         except ChannelClosedError as error:
             return updates + self._lost(launcher, f"its connection ended ({error})")
@@ -235,14 +256,39 @@ class RemoteEngines:
         """The connection is over; its engine cores end, or have ended."""
         self._forget(launcher)
         metric_copies.drop_gauges(self._metrics, launcher.number)
-        logger.error("%s is gone: %s", launcher.name, launcher.parting or reason)
-        gone = [rank for rank in launcher.ranks if rank in self._serving]
+        in_good_order = logging.WARNING if launcher.draining else logging.INFO
+        level = in_good_order if launcher.is_planned else logging.ERROR
+        logger.log(level, "%s is gone: %s", launcher.name, launcher.parting or reason)
+        gone = [rank for rank in launcher.ranks if rank in self._serving | self._restarting]
         self._serving.difference_update(gone)
+        self._restarting.difference_update(gone)
         self._remind_at = time.monotonic() + _REMIND_S
         return [
-            EngineLost(rank, self._incarnations[rank], f"engine core {rank} is gone with its launcher", may_return=True)
+            EngineLost(
+                rank,
+                self._incarnations[rank],
+                f"engine core {rank} is gone with its launcher",
+                may_return=True,
+                planned=launcher.is_planned,
+            )
             for rank in gone
         ]
+
+    def _begin_drain(self, launcher: _Launcher) -> list[EngineUpdate]:
+        draining = [rank for rank in launcher.ranks if rank in self._serving]
+        launcher.draining = set(draining)
+        if not draining:
+            self._send(launcher, RanksDrained())
+        reason = "takes no new requests, since its launcher was told to stop"
+        return [EngineDraining(rank, self._incarnations[rank], f"engine core {rank} {reason}") for rank in draining]
+
+    def _drained(self, rank: int) -> None:
+        """Nothing runs there any more."""
+        for launcher in self._launchers.values():
+            if launcher.draining and rank in launcher.draining:
+                launcher.draining.remove(rank)
+                if not launcher.draining:
+                    self._send(launcher, RanksDrained())
 
     def _answered(self, number: int, question: int | None = None) -> None:
         """Launcher `number` has answered a question for metrics, or (None) will answer none any more."""
@@ -280,15 +326,17 @@ class RemoteEngines:
                     self._answered(launcher.number, question)
                 else:
                     self._send(launcher, MetricFilesKept())
-            case Leaving(reason=reason):
-                launcher.parting = reason
+            case Draining() if launcher.draining is None:
+                return self._begin_drain(launcher)
+            case Leaving(reason=reason, planned=planned):
+                launcher.parting, launcher.is_planned = reason, planned
             case EngineReady() | EngineLost() | EngineStalled() | EngineRecovered():
                 if message.engine not in launcher.ranks:
                     raise ValueError(f"engine core {message.engine} is none of its own")
                 return [self._translate(message)]
         return []
 
-    def _translate(self, update: EngineUpdate) -> EngineUpdate:
+    def _translate(self, update: ProcessUpdate) -> ProcessUpdate:
         """As the head has to say it. A launcher counts the incarnations of its engine cores from 0; over all launchers
         they never repeat. It knows which of them it does not start again, but not whether another launcher comes."""
         rank = update.engine
@@ -299,10 +347,15 @@ class RemoteEngines:
         changes: dict[str, Any] = {}
         if isinstance(update, EngineReady):
             self._serving.add(rank)
+            self._restarting.discard(rank)
             changes["endpoints"] = msgspec.structs.replace(update.endpoints, key=self._public_key)
         elif isinstance(update, EngineLost):
             self._serving.discard(rank)
-            if not update.restarts:
+            self._drained(rank)
+            if update.restarts:
+                self._restarting.add(rank)
+            else:
+                self._restarting.discard(rank)
                 changes["message"] = f"{update.message}, and its launcher does not start it again"
                 changes["may_return"] = True
         return msgspec.structs.replace(update, incarnation=incarnation, **changes)

@@ -1,11 +1,13 @@
 """`tokenmill serve --headless`: engine cores for a head that runs elsewhere.
 
 It joins the head before anything loads, tells it what becomes of the engine cores, and ends with it. Requests and
-tokens do not pass here: API servers and engine cores speak to each other directly.
+tokens do not pass here: API servers and engine cores speak to each other directly. So when it is told to stop, the
+head takes its ranks out of rotation, and knows when nothing runs there any more.
 """
 
 import contextlib
 import logging
+import signal
 import time
 
 import msgspec
@@ -21,23 +23,26 @@ from tokenmill_server.data_parallel.agreement import facts_of
 from tokenmill_server.data_parallel.connection import send_if_open
 from tokenmill_server.data_parallel.joining import Head, join
 from tokenmill_server.data_parallel.messages import (
+    Draining,
     FromHead,
     FromLauncher,
     HeadStopped,
     Leaving,
     MetricFiles,
     MetricFilesKept,
+    RanksDrained,
     Refused,
 )
 from tokenmill_server.data_parallel.metric_copies import MetricFilesSource
 from tokenmill_server.data_parallel.ranks import phrase
 from tokenmill_server.engine_news import log_engine
-from tokenmill_server.engine_table import EngineTable, EngineUpdate
+from tokenmill_server.engine_table import EngineTable, ProcessUpdate
 from tokenmill_server.flags.data_parallel import tell_what_has_no_effect
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.launching import (
     child_environment,
     end_at_once,
+    is_same_wish,
     may_spawn_early,
     stop_signals,
     stopped_early,
@@ -104,7 +109,7 @@ def _spawn(engines: EngineSupervisor, values: FlagValues, parallel: DataParallel
     )
 
 
-def _without_key(update: EngineUpdate) -> EngineUpdate:
+def _without_key(update: ProcessUpdate) -> ProcessUpdate:
     """As it may travel: whoever knows the key of an engine core's sockets may use them."""
     if isinstance(update, EngineReady):
         return msgspec.structs.replace(update, endpoints=msgspec.structs.replace(update.endpoints, key=""))
@@ -137,6 +142,10 @@ class HeadlessLauncher:
         self._liveness = Liveness(gives_up=configuration.faults.engine_stall_timeout_s > 0)
         """Of the head."""
         self._is_announced = False
+        self._drain_began: float | None = None
+        self._deadline = float("inf")
+        """Of the drain, on the monotonic clock."""
+        self._parting = "it was told to stop"
         self._status: int | None = None
 
     def run(self) -> int:
@@ -153,10 +162,13 @@ class HeadlessLauncher:
                     self._tell(update)
                 for _, fault in self._liveness.look():
                     raise EngineDeadError(f"the head at {self._head.address} {fault}, and its launchers end with it")
+                if time.monotonic() >= self._deadline and self._status is None:
+                    logger.warning("stopped; what still ran on %s gets an error", phrase(self._ranks))
+                    self._end(0, "it was told to stop, and what runs there had no more time")
                 self._send_metrics()
             # Engine cores that are told to end take the folder with the metrics for one that nobody owns any more.
             self._send_metrics(last=True)
-            self._send(Leaving("it was told to stop"))
+            self._send(Leaving(self._parting, planned=True))
             return self._status
         except TokenmillError as error:
             self._send(Leaving(error.message))
@@ -164,14 +176,13 @@ class HeadlessLauncher:
 
     def _time_to_wait(self) -> float:
         metrics_due = self._metrics_due if self._metrics_kept else float("inf")
-        at = min(self._engines.next_tick, self._liveness.next_look, metrics_due)
+        at = min(self._engines.next_tick, self._liveness.next_look, metrics_due, self._deadline)
         return max(0.0, at - time.monotonic())
 
     def _handle(self, event: Event) -> None:
         match event:
             case Signalled(number=number):
-                logger.info("%s: stopping; the head goes on without %s", number.name, phrase(self._ranks))
-                self._status = 0 if self._is_announced else stopped_early(number)
+                self._on_signal(number)
             case Said(key=("engine", _)) | Exited(key=("engine", _)):
                 update = self._engines.handle(event)
                 if isinstance(event, Exited):
@@ -180,6 +191,26 @@ class HeadlessLauncher:
                     self._tell(update)
             case Readable():
                 self._hear()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._is_announced:
+            logger.info("%s: stopping; the head goes on without %s", number.name, phrase(self._ranks))
+            self._status = stopped_early(number)
+        elif self._drain_began is None:
+            timeout_s = self._configuration.server.shutdown_timeout_s
+            what = f"finishing what runs on {phrase(self._ranks)}"
+            logger.info("%s: %s for up to %g s; again to stop at once", number.name, what, timeout_s)
+            self._drain_began = time.monotonic()
+            self._deadline = self._drain_began + timeout_s
+            self._engines.end_restarts()
+            self._send(Draining())
+        elif not is_same_wish(number, self._drain_began):
+            logger.warning("%s again: what runs on %s is cut off", number.name, phrase(self._ranks))
+            self._end(128 + number, "it was told to stop at once")
+
+    def _end(self, status: int, parting: str | None = None) -> None:
+        self._status = status
+        self._parting = parting or self._parting
 
     def _hear(self) -> None:
         try:
@@ -204,12 +235,18 @@ class HeadlessLauncher:
                 self._send(MetricFiles(self._metrics.changes(), number))
             case HeadStopped():
                 logger.info("the head has stopped; so does this launcher")
-                self._status = 0
+                self._end(0)
+            case RanksDrained() if self._drain_began is not None:
+                logger.info("all requests on %s are finished; stopped", phrase(self._ranks))
+                self._end(0)
             case Refused(message=reason):
                 raise EngineDeadError(f"the head lets this launcher go: {reason}")
 
-    def _tell(self, update: EngineUpdate) -> None:
+    def _tell(self, update: ProcessUpdate) -> None:
         """Tells the head what became of an engine core. Raises EngineDeadError if it was the last one."""
+        drains = self._drain_began is not None
+        if drains and isinstance(update, EngineReady):
+            return  # too late
         self._table.apply(update)
         self._send(_without_key(update))
         match update:
@@ -223,7 +260,7 @@ class HeadlessLauncher:
                 )
             case EngineReady() if not self._is_announced:
                 pass
-            case EngineLost(message=message) if self._table.is_hopeless:
+            case EngineLost(message=message) if self._table.is_hopeless or (drains and not self._table.ready):
                 raise EngineDeadError(message)
             case _:
                 log_engine(update, update.engine, self._configuration.faults.engine_stall_timeout_s)

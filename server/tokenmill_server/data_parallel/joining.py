@@ -40,7 +40,7 @@ _PATIENCE_S = 12.0
 
 
 class _NotThereError(Exception):
-    """The head cannot be reached, or is about to end; why. Another try may find it."""
+    """The head cannot be reached, is about to end, or waits for another launcher to end; why. Another try may do."""
 
 
 class _NotNowError(Exception):
@@ -148,6 +148,8 @@ def _refusal(message: FromHead) -> Exception:
     if isinstance(message, HeadStopped):
         return _NotThereError("it is about to end")
     if isinstance(message, Refused):
+        if message.worth_waiting:
+            return _NotThereError(message.message)
         if message.may_pass:
             return _NotNowError(message.message)
         return ConfigError(f"the head does not let this launcher join: {message.message}")

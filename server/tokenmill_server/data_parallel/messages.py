@@ -5,8 +5,8 @@
                          ◀──────────      Challenge, or Refused
     Registration         ──────────▶
                          ◀──────────      Accepted, or Refused
-    EngineUpdate, MetricFiles, Leaving ─▶
-                         ◀──────────      MetricFilesKept, MetricsWanted, HeadStopped
+    EngineUpdate, MetricFiles, Draining, Leaving ─▶
+                         ◀──────────      MetricFilesKept, MetricsWanted, RanksDrained, HeadStopped
     Ping, Pulse         ◀──────────▶      Ping, Pulse
 
 A launcher says each of the first two once, and its `EngineReady` holds no key: the head works it out itself. The end of
@@ -88,6 +88,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     message: str
     may_pass: bool = False
     """Whether the same launcher may be let in a little later."""
+    worth_waiting: bool = False
+    """Whether it will be, though that may take minutes: the launcher that has its ranks is about to end."""
 
 
 class MetricFiles(msgspec.Struct, tag=True, frozen=True):
@@ -107,10 +109,21 @@ class MetricFilesKept(msgspec.Struct, tag=True, frozen=True):
     """From now on /metrics tells what those files said."""
 
 
+class Draining(msgspec.Struct, tag=True, frozen=True):
+    """The launcher was told to stop: its ranks are to get no new requests. It ends when the head says RanksDrained or
+    HeadStopped, or when its patience ends."""
+
+
+class RanksDrained(msgspec.Struct, tag=True, frozen=True):
+    """Nothing runs any more on the ranks of a launcher that drains."""
+
+
 class Leaving(msgspec.Struct, tag=True, frozen=True):
     """The launcher ends; one sentence says why."""
 
     reason: str
+    planned: bool = False
+    """Whether it was told to."""
 
 
 class HeadStopped(msgspec.Struct, tag=True, frozen=True):
@@ -125,8 +138,9 @@ FromLauncher = (
     | EngineStalled
     | EngineRecovered
     | MetricFiles
+    | Draining
     | Leaving
     | Ping
     | Pulse
 )
-FromHead = Challenge | Accepted | Refused | MetricFilesKept | MetricsWanted | HeadStopped | Ping | Pulse
+FromHead = Challenge | Accepted | Refused | MetricFilesKept | MetricsWanted | RanksDrained | HeadStopped | Ping | Pulse

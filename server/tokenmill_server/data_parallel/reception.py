@@ -59,9 +59,10 @@ _RESOURCE_PAUSE_S = 0.1
 class RefusedError(Exception):
     """A launcher may not join, or not stay; the message is for its user and ours."""
 
-    def __init__(self, message: str, may_pass: bool = False) -> None:
+    def __init__(self, message: str, may_pass: bool = False, worth_waiting: bool = False) -> None:
         super().__init__(message)
-        self.may_pass = may_pass
+        self.answer = Refused(message, may_pass, worth_waiting)
+        """What the launcher is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +182,10 @@ class Reception:
                 if self._take(stranger, message):
                     return messages[index:]
         except RefusedError as error:
-            logger.warning("%s is refused: %s", address, error)
-            send_if_open(stranger.connection.channel, Refused(str(error), error.may_pass))
+            # Who is worth waiting for is asked for twice a second.
+            level = logging.DEBUG if error.answer.worth_waiting else logging.WARNING
+            logger.log(level, "%s is refused: %s", address, error)
+            send_if_open(stranger.connection.channel, error.answer)
             self._forget(stranger)
         except (ChannelClosedError, msgspec.MsgspecError, ValueError) as error:
             logger.debug("%s left without registering: %s", address, error)

@@ -124,7 +124,7 @@ def tell_what_has_no_effect(values: FlagValues, config: DataParallelConfig) -> N
             for key, flag in FLAGS.items()
             if values.is_given(key)
             and (flag.group is Group.FRONTEND or key in _OF_REQUESTS or key == "api_server_count")
-            and key != "served_model_name"
+            and key not in ("served_model_name", "shutdown_timeout")
         ]
         if given:
             logger.info("without effect, because a headless launcher has no API servers: %s", ", ".join(given))

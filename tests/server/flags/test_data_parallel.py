@@ -128,6 +128,7 @@ def test_memory_is_needed_for_local_ranks_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_headless_launcher_names_what_it_has_no_use_for(caplog: pytest.LogCaptureFixture) -> None:
     words = "-dp 2 --headless -dpl 1 --port 1 -asc 2 --served-model-name m --dtype float32 --max-logprobs 3"
+    words += " --shutdown-timeout 5"
     values = read_flags(words.split(), {"TOKENMILL_DP_TOKEN": "s"})
     with caplog.at_level(logging.INFO):
         tell_what_has_no_effect(values, resolve_data_parallel(values))
