@@ -241,7 +241,8 @@ class EngineClient:
     def _connection_broke(self, ready: EngineReady) -> None:
         self._read_all(ready.engine)
         self.balancer.lost(ready.engine)
-        self._absences[ready.engine] = _Absence("the connection to the engine broke")
+        if ready.engine not in self._draining:
+            self._absences[ready.engine] = _Absence("the connection to the engine broke")
         self._close_link(ready.engine)
         self.on_connection_broken(ready)
 

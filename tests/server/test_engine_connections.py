@@ -262,6 +262,8 @@ async def test_what_is_open_fails_if_the_connection_breaks_during_a_drain(
         with pytest.raises(EngineDeadError, match="the connection to engine core 1 broke"):
             await waiting
         assert (api.faults, api.drained) == ([(1, "draining")], [draining(1)])
+        with pytest.raises(EngineUnavailableError, match="engine core 1 drains"):
+            await api.generate(pinned=1)
         await api.connections.wait_for_all(PATIENCE_S)
         assert api.generator.misses(api.far[1].ready())
         assert "connecting again" not in caplog.text
