@@ -6,6 +6,7 @@ HTTP_CASES: list[tuple[list[str], str, object]] = [
         "server.default_chat_template_kwargs",
         {"enable_thinking": False},
     ),
+    (["--sse-keep-alive-interval", "2.5"], "server.sse_keep_alive_s", 2.5),
     (["--return-tokens-as-token-ids"], "server.return_tokens_as_token_ids", True),
     (["--enable-force-include-usage"], "server.force_include_usage", True),
     (["--disable-fastapi-docs"], "server.disable_docs", True),

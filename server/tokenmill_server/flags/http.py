@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tokenmill_server.flags.flag import Arity, Flag, Group
-from tokenmill_server.flags.parsers import boolean, integer, path_text, text, text_list
+from tokenmill_server.flags.parsers import boolean, integer, number, path_text, text, text_list
 from tokenmill_server.processing.chat_template import RESERVED_NAMES
 
 _MANY = 2**31 - 1
@@ -180,6 +180,17 @@ HTTP = (
         "that they like: only for clients that are trusted",
         "server.trust_request_chat_template",
         arity=Arity.SWITCH,
+        offline=False,
+    ),
+    Flag(
+        "sse-keep-alive-interval",
+        Group.FRONTEND,
+        number(0, 86400),
+        0.0,
+        "Seconds of silence after which a stream carries a comment, for proxies that close silent connections. A "
+        "request that fails after the first comment is told so in the stream, no more by the status. 0: none",
+        "server.sse_keep_alive_s",
+        metavar="SECONDS",
         offline=False,
     ),
     Flag(

@@ -122,7 +122,6 @@ _ROWS = [
     # Frontend
     _value("chat-template-content-format", "auto"),
     _value("response-role", "assistant"),
-    _value("sse-keep-alive-interval", "0"),
     _value("uvicorn-log-level", "info", remark="use --log-level"),
     *_switches("false", "enable-server-load-tracking", "enable-tokenizer-info-endpoint", "enable-log-requests"),
     *_switches("false", "enable-log-outputs", "log-error-stack", "enable-ssl-refresh", "grpc"),

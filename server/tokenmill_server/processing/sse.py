@@ -43,13 +43,15 @@ class EventBuffer:
     tokens that the request may generate: a slow reader does not slow the engine.
     """
 
-    __slots__ = ("_chunks", "_loop", "_sink", "_waiter", "closed", "error")
+    __slots__ = ("_chunks", "_loop", "_sink", "_waiter", "closed", "error", "num_written")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._chunks: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
+        self.num_written = 0
+        """Writes so far."""
         self.closed = False
         """No more is to come."""
         self.error: TokenmillError | None = None
@@ -57,6 +59,7 @@ class EventBuffer:
 
     def write(self, data: bytes) -> None:
         """Passes `data` on, or stores it. It must not be empty: an empty chunk would end the response."""
+        self.num_written += 1
         if self._sink is not None:
             if self._sink(data):
                 return

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from tokenmill_server.errors import ErrorReply, describe
 from tokenmill_server.http_server import direct_sink
 from tokenmill_server.processing.sse import EventBuffer
+from tokenmill_server.routes.keep_alive import KeepAlive
 
 T = TypeVar("T")
 
@@ -43,21 +44,28 @@ def error_response(reply: ErrorReply) -> Response:
 
 class EventStreamResponse(Response):
     """Sends what an `EventBuffer` holds. The status waits for the first event, so that an early failure is an HTTP
-    error; a later one becomes the last event. `close` is called at the end, whoever caused it."""
+    error; a later one becomes the last event. `close` is called at the end, whoever caused it. With `keep_alive_s` a
+    comment fills every silence of that length, and counts as the first event."""
 
-    def __init__(self, buffer: EventBuffer, close: Callable[[], None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, buffer: EventBuffer, close: Callable[[], None], headers: dict[str, str], keep_alive_s: float = 0.0
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._buffer = buffer
         self._close = close
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.ensure_future(_disconnect(receive))
         watcher.add_done_callback(self._stop_reading)
+        keep_alive = KeepAlive(self._buffer, self._keep_alive_s) if self._keep_alive_s else None
         try:
             await self._send_all(scope, receive, send)
         finally:
             watcher.cancel()
+            if keep_alive is not None:
+                keep_alive.stop()
             self._close()
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:

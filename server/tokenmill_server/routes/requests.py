@@ -120,7 +120,7 @@ class Call:
         except BaseException:
             close()
             raise
-        return EventStreamResponse(session.buffer, close, self.headers)
+        return EventStreamResponse(session.buffer, close, self.headers, self.context.config.sse_keep_alive_s)
 
 
 async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT]:

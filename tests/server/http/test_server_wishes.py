@@ -1,11 +1,13 @@
 """Wishes of the server's owner that hold for every request."""
 
+import json
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.support.api_server import run_server
+from tests.support.echo_engine import POISON
 from tests.support.sse import is_error, post_stream
 
 pytestmark = pytest.mark.slow
@@ -54,3 +56,26 @@ def test_no_pages_of_the_api(owned: httpx.Client, client: httpx.Client) -> None:
     for path in ("/docs", "/redoc", "/openapi.json"):
         assert is_error(owned.get(path), 404)
         assert client.get(path).status_code == 200
+
+
+def test_comments_fill_the_silence_of_a_stream() -> None:
+    """Clients skip them; what fails after one is told in the stream."""
+    body = {"prompt": "one two three", "max_tokens": 4, "temperature": 0}
+    with run_server(sse_keep_alive_s=0.05) as server, server.client() as client:
+        engine = server.engines[0]
+        engine.paused.set()
+        with client.stream("POST", PATH, json=body | {"stream": True}) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert [next(lines) for _ in range(3)] == [": keep-alive"] * 3
+            engine.paused.clear()
+            events = [line for line in lines if line != ": keep-alive"]
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in events[:-1]) == "one two threeone"
+        assert events[-1] == "data: [DONE]"
+        engine.paused.set()
+        with client.stream("POST", PATH, json=body | {"prompt": [POISON], "stream": True}) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert next(lines) == ": keep-alive"
+            engine.paused.clear()
+            events = [line for line in lines if line != ": keep-alive"]
+        assert json.loads(events[0][6:])["error"]["code"] == "engine_error"
+        assert events[1:] == ["data: [DONE]"]
