@@ -10,7 +10,7 @@ import pytest
 
 from tokenmill_server.bench import cli as bench_cli
 from tokenmill_server.bench import compare_peer
-from tokenmill_server.cli import chat, complete, run_batch
+from tokenmill_server.cli import chat, collect_env, complete, run_batch
 from tokenmill_server.cli import main as tokenmill_cli
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
@@ -70,7 +70,7 @@ def test_flags_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("serve", "throughput", "latency", "scheduler", "compare"):
         with pytest.raises(SystemExit):
             bench_cli.main([command, "--help"])
-    for program in (chat, complete, run_batch):
+    for program in (chat, collect_env, complete, run_batch):
         with pytest.raises(SystemExit):
             program.main(["--help"])
     known |= set(re.findall(r"--([a-z0-9-]+)", capsys.readouterr().out))

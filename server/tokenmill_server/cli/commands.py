@@ -21,6 +21,7 @@ commands:
   chat         talk to a running server
   complete     let a running server go on with a text
   run-batch    answer the lines of an OpenAI batch file
+  collect-env  say what this machine has, for a report of a fault
   bench        measure a server (serve), the engine (throughput, latency, scheduler) or both beside a peer (compare)
 
 `tokenmill COMMAND --help` says more; `tokenmill --version` prints the version.
@@ -31,6 +32,7 @@ COMMANDS = {
     "chat": "tokenmill_server.cli.chat",
     "complete": "tokenmill_server.cli.complete",
     "run-batch": "tokenmill_server.cli.run_batch",
+    "collect-env": "tokenmill_server.cli.collect_env",
     "bench": "tokenmill_server.bench.cli",
 }
 """Command -> module whose `main(arguments)` runs it and returns the exit status."""
