@@ -132,7 +132,10 @@ def _call_tags(parser: str, functions: Mapping[str, Any]) -> list[Format]:
             begin, end = f"{_TRIGGER}\n<function={name}>\n", "\n</function>\n</tool_call>"
             content["style"] = "qwen_xml"
         else:
-            begin, end = f'{_TRIGGER}\n{{"name": {json.dumps(name)}, "arguments": ', "}\n</tool_call>"
+            begin, end = (
+                f'{_TRIGGER}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
+                "}\n</tool_call>",
+            )
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     return tags
 
