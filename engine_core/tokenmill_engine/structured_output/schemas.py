@@ -26,6 +26,8 @@ _KEPT: Final[Mapping[str, frozenset[str]]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
+_MAX_COUNTED: Final = 128
+"""Characters that are counted: thousands take seconds to prepare."""
 _SUBSCHEMAS: Final = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS_OF_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
@@ -168,6 +170,31 @@ def without_unknown_formats(schema: Schema, known: Collection[str]) -> Schema:
     if isinstance(kept.get("format"), str) and kept["format"] not in known:
         del kept["format"]
     return kept
+
+
+def with_safe_strings(tag: Any) -> Any:
+    """A structural tag in whose JSON schemas the lengths of strings are patterns, or nothing where they are long:
+    xgrammar would let characters through that JSON does not allow."""
+    if isinstance(tag, list):
+        return [with_safe_strings(each) for each in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
+        return {**tag, "json_schema": _with_patterns(tag.get("json_schema"))}
+    return {name: with_safe_strings(value) for name, value in tag.items()}
+
+
+def _with_patterns(schema: Schema) -> Schema:
+    if not isinstance(schema, dict):
+        return schema
+    changed = _map_schemas(schema, _with_patterns)
+    if not changed.keys() & {"minLength", "maxLength"}:
+        return changed
+    least, most = changed.pop("minLength", 0), changed.pop("maxLength", None)
+    bounds = [bound for bound in (least, most) if bound is not None]
+    if all(type(bound) is int and 0 <= bound <= _MAX_COUNTED for bound in bounds) and "pattern" not in changed:
+        changed["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{"" if most is None else most}}}$'
+    return changed
 
 
 def _map_schemas(schema: dict[str, Any], change: Any) -> dict[str, Any]:

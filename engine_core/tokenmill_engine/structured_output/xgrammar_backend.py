@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.grammar import GrammarError
-from tokenmill_engine.structured_output.schemas import refuse_keywords
+from tokenmill_engine.structured_output.schemas import refuse_keywords, with_safe_strings
 from tokenmill_engine.structured_output.xgrammar_import import import_xgrammar
 from tokenmill_engine.vocabulary.vocabulary import Vocabulary
 
@@ -89,7 +89,7 @@ def _compile(compiler: Any, spec: StructuredSpec) -> Any:
             choices = (json.dumps(choice) for choice in json.loads(spec.text))
             return compiler.compile_grammar(f"root ::= {' | '.join(choices)}")
         case StructuredKind.STRUCTURAL_TAG:
-            return compiler.compile_structural_tag(spec.text)
+            return compiler.compile_structural_tag(json.dumps(with_safe_strings(json.loads(spec.text))))
         case StructuredKind.GRAMMAR:
             return compiler.compile_lark(spec.text) if is_lark(spec.text) else compiler.compile_grammar(spec.text)
 

@@ -22,7 +22,7 @@ from tests.support.grammars import (
 )
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.backends import CompilingBackend, order_of
-from tokenmill_engine.structured_output.grammar import GrammarError
+from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
 from tokenmill_engine.structured_output.guidance_backend import GuidanceBackend
 from tokenmill_engine.structured_output.xgrammar_backend import MAX_WHITESPACE, XgrammarBackend
 
@@ -205,6 +205,27 @@ def test_structural_tags(xgrammar: XgrammarBackend, guidance: GuidanceBackend) -
     assert not allows(grammar, "so <f>{}</f>")
     assert "structural tags" in (refusal(guidance, spec("structural_tag", tag)) or "")
     assert refusal(xgrammar, spec("structural_tag", {"type": "structural_tag", "format": {"type": "nothing"}}))
+
+
+def test_strings_of_structural_tags_are_strings_of_json(xgrammar: XgrammarBackend) -> None:
+    """Their lengths are kept where they are short."""
+
+    def grammar(**lengths: int) -> Grammar:
+        schema = {"type": "array", "items": {"type": "string", **lengths}}
+        content = {"type": "json_schema", "json_schema": schema}
+        tag = {"type": "tag", "begin": "<", "content": content, "end": ">"}
+        return compiled(xgrammar, spec("structural_tag", {"type": "structural_tag", "format": tag}))
+
+    short, long, free = grammar(minLength=2, maxLength=3), grammar(maxLength=5000), grammar()
+    for text, by_short in (
+        ('"ab"', True),
+        ('"\u00e9\u20ac"', True),
+        ('"a"', False),
+        ('"abcd"', False),
+        ('"a\x03"', False),
+    ):
+        assert allows(short, f"<[{text}]>") == by_short
+        assert allows(long, f"<[{text}]>") == allows(free, f"<[{text}]>") == ("\x03" not in text)
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "guidance"])
