@@ -128,3 +128,18 @@ def test_ranks_stay_for_a_head_that_drains_until_it_ends() -> None:
         launcher.wait(0)
         head.wait(128 + signal.SIGTERM)
         assert "hears EngineDraining" not in head.children_log
+
+
+def test_a_head_that_has_served_nothing_keeps_no_launcher_waiting() -> None:
+    """It still waits for rank 2."""
+    common = ("-dp", "3", "-dpl", "1", "--data-parallel-rpc-port", str(free_port()))
+    with (
+        launched(*common, api="stubborn") as head,
+        launched(*common, "-dpr", "1", "--headless", "--shutdown-timeout", "600") as launcher,
+    ):
+        launcher.wait_for("ready: rank 1")
+        launcher.process.send_signal(signal.SIGTERM)
+        launcher.wait(0)
+        head.wait_for("is gone: it was told to stop")
+        assert "hears EngineDraining" not in head.children_log
+        assert head.process.poll() is None
