@@ -85,7 +85,7 @@ def test_every_line_is_answered(smollm_server: Server, tmp_path: Path) -> None:
 
 def test_killed_again_and_again_nothing_is_lost_or_done_twice(smollm_server: Server, tmp_path: Path) -> None:
     """SIGKILL whenever a few more answers are there; the last line is torn as well."""
-    lines = [line(str(index), prompt=f"Number {index} is", max_tokens=1 + index % 9) for index in range(60)]
+    lines = [line(str(index), prompt=f"Number {index} is", max_tokens=1 + index % 9) for index in range(120)]
     files = write_input(tmp_path, lines)
     arguments = [*COMMAND, *files, "--base-url", smollm_server.url, "--max-concurrency", "3"]
     kept: list[bytes] = []
@@ -96,15 +96,15 @@ def test_killed_again_and_again_nothing_is_lost_or_done_twice(smollm_server: Ser
         process.kill()
         process.wait()
         kept = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
-        assert before + 8 <= len(kept) < 60
+        assert before + 8 <= len(kept) < 120
         with (tmp_path / "out.jsonl").open("ab") as file:
             file.write(kept[0][:40])
     smollm_server.check_idle()
     served = smollm_server.metric("request_success_total")
     done = run(*files, "--base-url", smollm_server.url)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.endswith(f"60 lines are answered, {len(kept)} of them before; 0 failed\n")
-    num_new = 60 - len(kept)
+    assert done.stderr.endswith(f"120 lines are answered, {len(kept)} of them before; 0 failed\n")
+    num_new = 120 - len(kept)
     wait_for(lambda: smollm_server.metric("request_success_total") - served >= num_new, PATIENCE_S, "counts")
     smollm_server.check_idle()
     assert smollm_server.metric("request_success_total") - served == num_new
@@ -112,8 +112,8 @@ def test_killed_again_and_again_nothing_is_lost_or_done_twice(smollm_server: Ser
     written = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
     assert Counter(kept) <= Counter(written)
     texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in answers(tmp_path)}
-    assert list(texts) == [str(index) for index in range(60)]
-    for index in (0, 17, 59):
+    assert list(texts) == [str(index) for index in range(120)]
+    for index in (0, 17, 119):
         assert texts[str(index)] == smollm_server.text(f"Number {index} is", max_tokens=1 + index % 9)
     smollm_server.check_idle()
 

@@ -121,7 +121,7 @@ class Journal:
 
     def _replace(self, keys: Iterable[Key]) -> None:
         """A copy with the lines of `keys` takes the file's place: there is a whole file at any time."""
-        copy = self._path.with_name(f"{self._path.name}.copy")
+        copy = self._path.with_name(f".{self._path.name}.tokenmill-run-batch")
         try:
             with copy.open("wb") as file:
                 os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._fd).st_mode))

@@ -1,6 +1,9 @@
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -11,6 +14,29 @@ from hypothesis import strategies as st
 from tokenmill_engine.errors import ConfigError, StartupError
 from tokenmill_server.batch.journal import Journal, Stream
 from tokenmill_server.batch.lines import Answer, BadLineError, answered, read_request, unsent
+
+ORDERED_AND_KILLED = """
+import os, sys
+from pathlib import Path
+from tokenmill_server.batch.journal import Journal
+from tokenmill_server.batch.lines import BadLineError, unsent
+
+left = int(sys.argv[2])
+
+def count_down(descriptor):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), 9)
+
+os.fsync = count_down
+journal = Journal(Path(sys.argv[1]))
+if not len(journal):
+    for index in (2, 0, 1):
+        journal.append(unsent(index + 1, BadLineError("bad", str(index))))
+journal.put_in_order(["0", "1", "2"])
+"""
+"""Arguments: the file, and at which synchronization of a file with the disk it is killed."""
 
 
 def good(custom_id: str, text: str = "x") -> Answer:
@@ -97,6 +123,15 @@ def test_lines_come_into_order_in_one_step(tmp_path: Path) -> None:
     assert ids(path) == ["old", "a", 2, "c", "z"]
     assert path.stat().st_ino == inode, "it was in order"
     journal.close()
+
+
+def test_killed_while_lines_come_into_order_the_file_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    for number, order in ((1, ["2", "0", "1"]), (2, ["2", "0", "1"]), (9, ["0", "1", "2"])):
+        done = subprocess.run([sys.executable, "-c", ORDERED_AND_KILLED, str(path), str(number)], check=False)
+        assert done.returncode == (0 if number == 9 else -signal.SIGKILL)
+        assert ids(path) == order
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_failures_are_forgotten_on_request(tmp_path: Path) -> None:
