@@ -49,6 +49,8 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     sse_keep_alive_s: float = 0.0
     """Streams that are silent for so long carry a comment; 0: none."""
+    log_requests: bool = False
+    """Every request is a line in the log."""
     force_include_usage: bool = False
     """Every chunk of every stream tells the usage, as if the request had asked for it."""
     return_tokens_as_token_ids: bool = False

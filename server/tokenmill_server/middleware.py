@@ -12,6 +12,7 @@ from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.errors import describe
 from tokenmill_server.protocol.fields import is_request_id
+from tokenmill_server.request_log import ANSWER, log_request
 from tokenmill_server.routes.replying import DIRECT_SEND, error_response
 from tokenmill_server.routes.webui import needs_no_key
 
@@ -33,6 +34,7 @@ class RequestFrame:
         self._api_keys = [key.encode() for key in config.api_keys]
         self._has_webui = not config.disable_webui
         self._root_path = config.root_path
+        self._logs_requests = config.log_requests
         # Browsers ask for permission without a key, and hide answers from pages whose origin is not allowed.
         self._answer = _with_cors(self._answer_allowed, config) if config.allowed_origins else self._answer_allowed
         self._metrics = metrics
@@ -65,6 +67,9 @@ class RequestFrame:
             if self._metrics is not None and scope["path"] not in _UNCOUNTED_PATHS:
                 duration_s = time.monotonic() - started_at
                 self._metrics.observe_http(_handler(scope), scope["method"], status, duration_s)
+                if self._logs_requests:
+                    request = state["request_id"], scope["method"], _handler(scope)
+                    log_request(*request, status, duration_s, state.get(ANSWER))
 
     async def _answer_allowed(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._api_keys or self._is_allowed(scope["path"], _wanted_headers(scope).get(b"authorization")):

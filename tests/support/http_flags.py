@@ -7,6 +7,7 @@ HTTP_CASES: list[tuple[list[str], str, object]] = [
         {"enable_thinking": False},
     ),
     (["--sse-keep-alive-interval", "2.5"], "server.sse_keep_alive_s", 2.5),
+    (["--enable-log-requests"], "server.log_requests", True),
     (["--return-tokens-as-token-ids"], "server.return_tokens_as_token_ids", True),
     (["--enable-force-include-usage"], "server.force_include_usage", True),
     (["--disable-fastapi-docs"], "server.disable_docs", True),

@@ -194,6 +194,16 @@ HTTP = (
         offline=False,
     ),
     Flag(
+        "enable-log-requests",
+        Group.FRONTEND,
+        boolean,
+        False,
+        "A line in the log for each request: its id, status, time, tokens and why it ended; nothing of its text",
+        "server.log_requests",
+        arity=Arity.SWITCH,
+        offline=False,
+    ),
+    Flag(
         "default-chat-template-kwargs",
         Group.FRONTEND,
         _template_variables,

@@ -123,7 +123,7 @@ _ROWS = [
     _value("chat-template-content-format", "auto"),
     _value("response-role", "assistant"),
     _value("uvicorn-log-level", "info", remark="use --log-level"),
-    *_switches("false", "enable-server-load-tracking", "enable-tokenizer-info-endpoint", "enable-log-requests"),
+    *_switches("false", "enable-server-load-tracking", "enable-tokenizer-info-endpoint"),
     *_switches("false", "enable-log-outputs", "log-error-stack", "enable-ssl-refresh", "grpc"),
     *_switches("false", "enable-offline-docs", "tokens-only", "enable-scale-out"),
     *_switches("true", "disable-log-requests", "disable-uvicorn-access-log", "enable-prompt-tokens-details"),

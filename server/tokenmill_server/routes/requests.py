@@ -23,6 +23,7 @@ from tokenmill_server.protocol.chunks import StreamOptionsInEffect, StreamSessio
 from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.logprobs import LogprobFormatter
 from tokenmill_server.protocol.replies import ReplyHead
+from tokenmill_server.request_log import ANSWER, answer_of, answer_so_far
 from tokenmill_server.routes.bodies import ModelT, parse, read_json
 from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.replying import EventStreamResponse, while_connected
@@ -78,8 +79,13 @@ class Call:
         self._admit(requests)
         if self.beams is not None:
             searching = search_beams(self.context, requests, self.beams, self.pinned_engine)
-            return await while_connected(self.request, searching)
-        return await while_connected(self.request, self.context.generator.complete_all(requests, self.pinned_engine))
+            outputs = await while_connected(self.request, searching)
+        else:
+            working = self.context.generator.complete_all(requests, self.pinned_engine)
+            outputs = await while_connected(self.request, working)
+        if self.context.config.log_requests:
+            self.request.scope["state"][ANSWER] = answer_of(outputs)
+        return outputs
 
     def formatter(self, fields: GenerationFields) -> LogprobFormatter:
         """How tokens are called in log-probabilities."""
@@ -109,6 +115,8 @@ class Call:
         self._admit(requests)
 
         def close() -> None:
+            if self.context.config.log_requests and session.generations:
+                self.request.scope["state"][ANSWER] = answer_so_far(session.generations)
             for generation in session.generations:
                 generator.close_generation(generation)
             session.generations.clear()

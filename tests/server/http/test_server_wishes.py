@@ -8,7 +8,9 @@ import pytest
 
 from tests.support.api_server import run_server
 from tests.support.echo_engine import POISON
+from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error, post_stream
+from tokenmill_engine.ipc.control import Drain
 
 pytestmark = pytest.mark.slow
 
@@ -79,3 +81,39 @@ def test_comments_fill_the_silence_of_a_stream() -> None:
             events = [line for line in lines if line != ": keep-alive"]
         assert json.loads(events[0][6:])["error"]["code"] == "engine_error"
         assert events[1:] == ["data: [DONE]"]
+
+
+def test_a_line_in_the_log_for_each_request(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also for those that fail or are left by their clients; with nothing of what was written."""
+    body = {"prompt": "one two three secret", "max_tokens": 4, "temperature": 0}
+
+    def line_of(request_id: str) -> str:
+        logged = ""
+
+        def is_logged() -> bool:
+            nonlocal logged
+            logged += capfd.readouterr().err
+            return f"{request_id}: POST" in logged
+
+        wait_for(is_logged, PATIENCE_S, "line in the log")
+        assert "secret" not in logged
+        return next(line for line in logged.splitlines() if f"{request_id}: POST" in line)
+
+    with run_server(log_requests=True) as server, server.client() as client:
+        for stream in (False, True):
+            client.post(PATH, json=body | {"stream": stream}, headers={"X-Request-Id": f"good-{stream}"})
+            line = line_of(f"good-{stream}")
+            assert f"good-{stream}: POST {PATH}: status 200 after " in line
+            assert line.endswith(" ms; 4 prompt tokens (0 cached), 4 generated (length)")
+        client.post(PATH, json=body | {"top_p": 7}, headers={"X-Request-Id": "bad"})
+        assert f"bad: POST {PATH}: status 400 after " in line_of("bad")
+        server.engines[0].step_s = 0.01
+        endless = body | {"max_tokens": 8000, "stream": True}
+        with client.stream("POST", PATH, json=endless, headers={"X-Request-Id": "left"}) as response:
+            next(response.iter_lines())
+        assert line_of("left").endswith(" generated (not finished)")
+    with run_server() as server, server.client() as client:
+        client.post(PATH, json=body, headers={"X-Request-Id": "unlogged"})
+        server.children[0].channel.send(Drain(1.0))
+        assert server.children[0].process.wait(PATIENCE_S) == 0
+    assert "unlogged" not in capfd.readouterr().err
