@@ -69,6 +69,28 @@ def test_the_device_is_found_and_answers_as_the_cpu(server: Server, cpu_texts: l
     server.check_alive()
 
 
+def test_structured_outputs_beside_free_ones(server: Server, cpu_texts: list[str]) -> None:
+    """Greedy and random, with and without graphs for what else they ask: outputs follow, and free ones are as ever."""
+    bound: list[dict[str, Any]] = [
+        {"temperature": 0, "structured_outputs": {"regex": "[a-f]{3}-[0-9]{4}"}},
+        {"temperature": 1, "structured_outputs": {"regex": "[a-f]{3}-[0-9]{4}"}},
+        {"temperature": 1, "logprobs": 1, "top_p": 0.9, "structured_outputs": {"choice": ["abc-0000", "def-1111"]}},
+        {"temperature": 0, "frequency_penalty": 1, "structured_outputs": {"choice": ["abc-0000", "def-1111"]}},
+    ]
+    free: dict[str, Any] = {"max_tokens": LIMIT, "temperature": 0, "ignore_eos": True}
+
+    def complete(number: int) -> str:
+        if number % 2:
+            return server.text(PROMPTS[number], **free)
+        return server.text(PROMPTS[number], max_tokens=LIMIT, **bound[number // 2 % len(bound)])
+
+    texts = at_once([lambda n=n: complete(n) for n in range(len(PROMPTS))])  # type: ignore[misc]
+    assert texts[1::2] == cpu_texts[1::2]
+    assert all(re.fullmatch("[a-f]{3}-[0-9]{4}", text) for text in texts[::2])
+    server.check_idle()
+    server.check_alive()
+
+
 def test_prompts_that_arrive_beside_running_streams(model: Path, server: Server) -> None:
     """Prompts of all lengths, greedy and seeded, some twice, start while others run and yet others are left: steps
     mix all of that, and every text is the one that the CPU gives to the prompt alone."""

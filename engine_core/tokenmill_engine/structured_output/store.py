@@ -86,7 +86,7 @@ class GrammarStore:
         if self._compiler is not None:
             self._compiler.close()
             self._compiler = None
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
 
     def _started_compiler(self) -> GrammarCompiler:
         if self._compiler is not None and not self._compiler.is_alive:
