@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.server import PATIENCE_S, Server, wait_for
 from tokenmill_engine.config.model_files import EMBEDDED_MODEL_NAME
 
@@ -124,12 +126,15 @@ def test_a_server_of_its_own_ends_with_it(tiny_model: Path, tmp_path: Path) -> N
     lines = [line(str(index), prompt="Once", model="tiny", max_tokens=200, ignore_eos=True) for index in range(40)]
     environment = {**os.environ, "TOKENMILL_PORT": "1", "VLLM_API_KEY": "k", "TOKENMILL_MAX_NUM_QUEUED_REQS": "1"}
     arguments = [*write_input(tmp_path, lines), "--model", str(tiny_model), "--served-model-name", "tiny", *OWN_SERVER]
+    port = free_port()
     for number, least, status in ((signal.SIGTERM, 0, 128 + signal.SIGTERM), (signal.SIGKILL, 2, -signal.SIGKILL)):
-        command = [*COMMAND, *arguments, "--max-concurrency", "2"]
+        command = [*COMMAND, *arguments, "--max-concurrency", "2", "--enable-metrics", "--port", str(port)]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
         self = psutil.Process(process.pid)
         wait_for(lambda self=self: len(self.children(recursive=True)) >= 2, PATIENCE_S, "a server", poll_s=0.005)
         wait_for(lambda least=least: num_answers(tmp_path) >= least, 2 * PATIENCE_S, "answers", poll_s=0.002)
+        if least:
+            assert "request_success_total" in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S).text
         server = self.children(recursive=True)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == status
