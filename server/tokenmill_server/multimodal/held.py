@@ -1,5 +1,8 @@
 """Bytes of media that the requests of one API server hold while they wait: files until every sequence has had an
 answer, prepared media until they are sent. Beyond a limit requests are refused: nothing else bounds how many wait.
+
+What is refused counts no more at once, though its memory is free only when all that works for it has heard so: of many
+whose files come in at the same time, the first to ask for too much must make room for the others, or none is left.
 """
 
 import threading
@@ -38,8 +41,8 @@ class HeldMedia:
         self._gone.append(held)
 
     def take(self, held: "_Held", num_bytes: int) -> None:
-        """Raises OverloadedError if others hold so much that there is no room. What one request alone holds is bounded
-        elsewhere."""
+        """Raises OverloadedError if others hold so much that there is no room, now and from now on. What one request
+        alone holds is bounded elsewhere."""
         with self._lock:
             self._settle()
             self._check(held, num_bytes)
@@ -48,8 +51,9 @@ class HeldMedia:
 
     def give(self, held: "_Held", num_bytes: int) -> None:
         with self._lock:
-            held.num_file_bytes -= num_bytes
-            self._num_bytes -= num_bytes
+            if not held.is_refused:
+                held.num_file_bytes -= num_bytes
+                self._num_bytes -= num_bytes
 
     def take_item(self, held: "_Held", item: PreparedItem) -> None:
         """As `take`, the bytes of an item's tensors."""
@@ -72,9 +76,13 @@ class HeldMedia:
             self._drop_items(held)
 
     def _check(self, held: "_Held", num_bytes: int) -> None:
-        if self._max_bytes is None or self._num_bytes + num_bytes <= self._max_bytes:
+        if self._max_bytes is None:
             return
-        if self._num_bytes > held.num_file_bytes + sum(held.items.values()):
+        is_too_much = self._num_bytes + num_bytes > self._max_bytes
+        if is_too_much and self._num_bytes > held.num_file_bytes + sum(held.items.values()):
+            held.is_refused = True
+            self._drop(held)
+        if held.is_refused:
             raise OverloadedError(
                 f"the images and videos of other requests take the {self._max_bytes // 2**20} MiB that "
                 "--max-media-memory leaves to those that wait; send it again later"
@@ -82,10 +90,12 @@ class HeldMedia:
 
     def _settle(self) -> None:
         while self._gone:
-            held = self._gone.popleft()
-            self._num_bytes -= held.num_file_bytes
-            held.num_file_bytes = 0
-            self._drop_items(held)
+            self._drop(self._gone.popleft())
+
+    def _drop(self, held: "_Held") -> None:
+        self._num_bytes -= held.num_file_bytes
+        held.num_file_bytes = 0
+        self._drop_items(held)
 
     def _drop_items(self, held: "_Held") -> None:
         for identity in held.items:
@@ -132,9 +142,10 @@ class Holding:
 class _Held:
     """The bytes of one request."""
 
-    __slots__ = ("items", "num_file_bytes")
+    __slots__ = ("is_refused", "items", "num_file_bytes")
 
     def __init__(self) -> None:
+        self.is_refused = False
         self.num_file_bytes = 0
         self.items: dict[int, int] = {}
         """Bytes of items, by the identity of their tensors."""

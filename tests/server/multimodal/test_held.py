@@ -33,8 +33,6 @@ def test_files() -> None:
     first, second = held.holding(), held.holding()
     first.take(60)
     second.take(40)
-    with pytest.raises(OverloadedError, match=REFUSAL):
-        second.take(1)
     first.give(10)
     second.take(10)
     assert held.num_bytes == 100
@@ -45,6 +43,39 @@ def test_files() -> None:
     assert held.num_bytes == 0
 
 
+def test_what_is_refused_makes_room_for_others() -> None:
+    """Files of many requests come in at the same time, each in as many pieces. Those who are refused hear so late."""
+    held = HeldMedia(300)
+    holdings, refused = [held.holding() for _ in range(8)], set()
+    for _ in range(6):
+        for number, each in enumerate(holdings):
+            try:
+                each.take(10)
+            except OverloadedError:
+                refused.add(number)
+    assert len(refused) == 3
+    assert held.num_bytes == 5 * 60
+
+
+def test_who_was_refused_stays_refused() -> None:
+    held = HeldMedia(100)
+    first, second = held.holding(), held.holding()
+    first.take(60)
+    second.take(40)
+    with pytest.raises(OverloadedError, match=REFUSAL):
+        second.take(1)
+    first.give(60)
+    with pytest.raises(OverloadedError, match=REFUSAL):
+        second.take(1)
+    with pytest.raises(OverloadedError, match=REFUSAL):
+        second.take_item(made_up(1))
+    second.give(40)
+    second.give_items()
+    second.release()
+    assert held.num_bytes == 0
+    first.take(100)
+
+
 def test_one_alone_may_have_more() -> None:
     held = HeldMedia(100)
     first, second = held.holding(), held.holding()
@@ -53,7 +84,7 @@ def test_one_alone_may_have_more() -> None:
     with pytest.raises(OverloadedError, match=REFUSAL):
         second.take(1)
     first.release()
-    second.take(1)
+    held.holding().take(1)
 
 
 def test_no_limit() -> None:
@@ -74,8 +105,10 @@ def test_requests_share_an_item() -> None:
     third = held.holding()
     third.take_item(item)
     third.take_item(made_up(3).without_tensors())
+    fourth = held.holding()
+    fourth.take_item(item)
     with pytest.raises(OverloadedError, match=REFUSAL):
-        third.take_item(made_up(3))
+        fourth.take_item(made_up(3))
     for each in (first, second):
         each.give_items()
     assert held.num_bytes == MADE_UP_BYTES
