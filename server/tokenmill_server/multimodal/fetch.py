@@ -212,6 +212,7 @@ async def _ask(target: Target, addresses: list[str], budget: Budget) -> "_Answer
         raise MediaError(f"the connection to {shown(target.host)} broke while media were read") from error
     finally:
         writer.transport.abort()  # nothing that is still on the way is of interest
+        answer.close()
     return answer
 
 
@@ -256,9 +257,9 @@ class _Answer:
         self._budget = budget
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
-        self._chunks: list[bytes] = []
+        # In one piece: the allocator gives a large block back, and keeps the place of thousands of small ones.
+        self._body = bytearray()
         self._num_bytes = 0
-        self._num_body_bytes = 0
         self._has_head = False
         self._failure: TokenmillError | None = None
         self.is_complete = False
@@ -283,8 +284,8 @@ class _Answer:
         if self._failure is not None:
             raise self._failure
         # Headers, those behind the body, and what is around each chunk: chunks of single bytes would be mostly that.
-        most = _MAX_HEAD_BYTES + self._num_body_bytes // 8
-        if not self.is_complete and self._num_bytes - self._num_body_bytes > most:
+        most = _MAX_HEAD_BYTES + len(self._body) // 8
+        if not self.is_complete and self._num_bytes - len(self._body) > most:
             raise MediaError(
                 f"the host of the media address sends more than {most} bytes in headers and around the media"
             )
@@ -296,11 +297,15 @@ class _Answer:
             raise MediaError("the host of the media address ended the connection early")
         self.is_complete = True
 
+    def close(self) -> None:
+        """Nothing more is fed. The parser refers to this object, which would live on until cycles are looked for."""
+        del self._parser
+
     def body(self, url: str) -> bytes:
         """Raises MediaError unless there is one."""
         if self.status != 200:
             raise MediaError(f"the host of the media address {shown(url)} answers with status {self.status}")
-        return b"".join(self._chunks)
+        return bytes(self._body)
 
     # --- called by the parser; what is raised here reaches `feed` wrapped, so the first failure is kept -------------
 
@@ -325,8 +330,7 @@ class _Answer:
 
     def on_body(self, data: bytes) -> None:
         if self._failure is None and not self.is_complete:
-            self._chunks.append(data)
-            self._num_body_bytes += len(data)
+            self._body += data
             self._try(lambda: self._budget.take(len(data)))
 
     def on_message_complete(self) -> None:

@@ -47,7 +47,8 @@ class Flights:
         flight.add(waiter)
         try:
             waiter.check()
-            item = await asyncio.shield(flight.task)
+            await asyncio.wait([flight.task])  # which goes on if this one is cancelled
+            item = flight.task.result()
         finally:
             flight.remove(waiter)
             if (flight.task.done() or flight.is_deserted) and self._flights.get(name) is flight:

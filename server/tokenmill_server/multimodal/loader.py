@@ -18,6 +18,7 @@ from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.multimodal.asking import Asking
 from tokenmill_server.multimodal.decoding_memory import DecodingMemory
 from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.failures import together
 from tokenmill_server.multimodal.fetch import Budget, fetch, read_data_url, read_file, scheme_of
 from tokenmill_server.multimodal.given_video import GivenVideo
 from tokenmill_server.multimodal.held import HeldMedia, Holding
@@ -152,14 +153,10 @@ class MediaLoader:
 
         try:
             holding.take(sum(len(source.content) for source in sources if isinstance(source.content, str)))
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(load_one(source)) for source in sources]
-        except BaseException as failure:
+            return await together(load_one(source) for source in sources)
+        except BaseException:
             holding.release()
-            if isinstance(failure, ExceptionGroup):
-                raise failure.exceptions[0] from None
             raise
-        return [task.result() for task in tasks]
 
     def close(self) -> None:
         """Ends the threads, once they have nothing left to do. Processes that prepare images end at once."""

@@ -33,6 +33,7 @@ class UnderWay:
             raise self._reason from None
         finally:
             self._tasks.discard(task)
+            del task  # what it raised refers to this function, and would live on with all that it came through
 
     def give_up(self, reason: TokenmillError) -> None:
         """Nothing is waited for any more, now or later."""

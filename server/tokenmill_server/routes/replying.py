@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill_server.errors import ErrorReply, describe
 from tokenmill_server.http_server import direct_sink
+from tokenmill_server.multimodal.failures import tell
 from tokenmill_server.processing.sse import EventBuffer
 from tokenmill_server.routes.keep_alive import KeepAlive
 
@@ -31,11 +32,13 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
+            task.add_done_callback(tell)
             raise ClientGoneError
         return task.result()
     finally:
         watcher.cancel()
         task.cancel()
+        del task  # its failure refers to this function, and to the body of the request: none of them is to live on
 
 
 def error_response(reply: ErrorReply) -> Response:
