@@ -300,6 +300,7 @@ def test_strict_tools(http: httpx.Client, tool_server: Server) -> None:
     assert "triggered_tags" in spec.text
 
 
+@pytest.mark.slow
 def test_formats_that_no_grammar_tells_from_text() -> None:
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     with run_server(chat_template=TEMPLATE, tool_call_parser="pythonic") as server, server.client() as http:
@@ -351,6 +352,7 @@ def test_refused(http: httpx.Client, more: dict[str, Any], param: str) -> None:
         assert is_error(http.post(PATH, json=fields("Hi", stream=stream, **more)), 400, param)
 
 
+@pytest.mark.slow
 def test_servers_that_find_no_calls() -> None:
     """The message says which flag would help."""
     for template, options, message in (

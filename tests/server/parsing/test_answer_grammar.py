@@ -10,14 +10,17 @@ from tests.support.tool_outputs import TOOLS
 from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_engine.config.structured_output import StructuredOutputConfig
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_engine.messages import StructuredOutputsParams
+from tokenmill_engine.messages import StructuredOutputsParams, StructuredSpec
 from tokenmill_engine.structured_output.asking import BackendName
 from tokenmill_engine.structured_output.backends import Backends
+from tokenmill_engine.structured_output.grammar import Grammar
 from tokenmill_server.parsing.answer_grammar import after_thinking, answer_or_calls, text_with_calls
 from tokenmill_server.parsing.call_schema import arguments_schema, calls_schema
 from tokenmill_server.parsing.reasoning import Start
 from tokenmill_server.processing.structured import spec_of
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.slow
 
 Wanted = StructuredOutputsParams
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -41,10 +44,14 @@ class Checker:
         self._end = model.eos_token_ids[0]
         self._num_words = -(-model.architecture.vocab_size // 32)
         self._backends = Backends(model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
+        self._grammars: dict[tuple[BackendName, StructuredSpec], Grammar] = {}
 
     def allows(self, wanted: Wanted, text: str, backend: BackendName = "xgrammar") -> bool:
-        library = self._backends.of(backend)
-        matcher = library.load(library.compile(spec_of(wanted, StructuredOutputConfig()))).matcher()
+        spec = spec_of(wanted, StructuredOutputConfig())
+        if (backend, spec) not in self._grammars:
+            library = self._backends.of(backend)
+            self._grammars[backend, spec] = library.load(library.compile(spec))
+        matcher = self._grammars[backend, spec].matcher()
         for token_id in [*self._tokenizer.encode(text), self._end]:
             bits = np.zeros((1, self._num_words), np.int32)
             matcher.fill(bits, 0)
