@@ -182,7 +182,8 @@ class LLM:
         progress = _Progress(bar)
 
         async def complete(request: GenerationRequest) -> RequestOutput:
-            output = public_output(await self.host.generator.complete(request), self.tokenizer)
+            result = await self.host.generator.complete(request)
+            output = public_output(result, self.tokenizer, named=bool(request.sampling.logprob_token_ids))
             progress.add(output)
             return output
 

@@ -20,7 +20,7 @@ from PIL import Image
 from tests.support.processes import wait_for_ends
 from tests.support.server import PATIENCE_S, Server, wait_for
 from tests.support.tiny_models import make_tiny_model
-from tokenmill import LLM, SamplingParams
+from tokenmill import LLM, RepetitionDetection, SamplingParams
 from tokenmill_engine.errors import (
     ConfigError,
     ContextLengthError,
@@ -117,6 +117,23 @@ def test_choices_logprobs_and_stops(llm: LLM) -> None:
     stopped = llm.generate("Once", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop))[0]  # type: ignore[arg-type]
     assert stopped.outputs[0].text == plain.text[: plain.text.index(stop)]
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_log_probabilities_of_named_tokens_have_no_rank(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=0, logprob_token_ids=(5, 9), ignore_eos=True)
+    (choice,) = llm.generate("Once", params)[0].outputs
+    assert choice.logprobs is not None
+    for token_id, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert entry.keys() == {token_id, 5, 9}
+        assert [entry[each].rank for each in (token_id, 5, 9)] == [1, None, None]
+
+
+def test_a_text_that_goes_round_in_circles_ends(llm: LLM) -> None:
+    same = {42: 100.0}
+    detection = RepetitionDetection(max_pattern_size=1, min_count=3)
+    params = SamplingParams(temperature=0, max_tokens=9, logit_bias=same, repetition_detection=detection)
+    (choice,) = llm.generate("Once", params)[0].outputs
+    assert (choice.token_ids, choice.finish_reason) == ([42] * 3, "repetition")
 
 
 def test_mistakes_name_the_prompt_and_generate_nothing(llm: LLM) -> None:
