@@ -10,6 +10,7 @@ import msgspec
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.ipc.object_store import Lease
 from tokenmill_engine.messages import MediaItem
+from tokenmill_server.multimodal.failures import together
 from tokenmill_server.multimodal.held import Holding
 from tokenmill_server.multimodal.items import PreparedItem
 from tokenmill_server.multimodal.prepared import PreparedMedia
@@ -93,15 +94,11 @@ class RequestSupply:
         if len(loaded) != len(self.places):
             raise RuntimeError("media are asked for again after every sequence had an answer")
         distinct = {each.item.key: each for each in reversed(loaded)}
-        try:
-            async with asyncio.TaskGroup() as group:  # if one fails, the others are given up
-                tasks = {key: group.create_task(self._restore(each)) for key, each in distinct.items()}
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        restored = dict(zip(distinct, await together(map(self._restore, distinct.values())), strict=True))
         self._forget_tensors()
         if self._must_read:
             self.end()
-        return self._travelling([tasks[each.item.key].result() for each in loaded])
+        return self._travelling([restored[each.item.key] for each in loaded])
 
     def settle(self) -> None:
         self._loaded.clear()
