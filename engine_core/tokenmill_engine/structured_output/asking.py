@@ -12,6 +12,8 @@ from typing import Literal
 from tokenmill_engine.messages import StructuredSpec
 
 BackendName = Literal["xgrammar", "guidance"]
+BACKENDS: tuple[BackendName, ...] = ("guidance", "xgrammar")
+"""A byte says which one is to be ready, by its place here; with it comes the socket."""
 BEGUN = b"!"
 """In front of an answer, as soon as somebody works on it."""
 MAX_ANSWER_BYTES = 64 << 20

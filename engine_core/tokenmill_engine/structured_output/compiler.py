@@ -11,7 +11,7 @@ from typing import Never
 from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.errors import EngineError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
-from tokenmill_engine.structured_output.asking import BEGUN, Answer, Question, receive, send
+from tokenmill_engine.structured_output.asking import BACKENDS, BEGUN, Answer, BackendName, Question, receive, send
 from tokenmill_engine.structured_output.grammar import GrammarError
 
 _MODULE = "tokenmill_engine.structured_output.compiler_process"
@@ -53,7 +53,7 @@ class GrammarCompiler:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours:
             with theirs, self._sending:
-                self._hand_over(theirs)
+                self._hand_over(theirs, question.backend)
             began = time.monotonic()
             ours.settimeout(_PATIENCE_S)
             try:
@@ -80,9 +80,9 @@ class GrammarCompiler:
         self._child.process.wait()
         self._child.channel.close()
 
-    def _hand_over(self, job: socket.socket) -> None:
+    def _hand_over(self, job: socket.socket, backend: BackendName) -> None:
         try:
-            socket.send_fds(self._jobs, [b"j"], [job.fileno()])
+            socket.send_fds(self._jobs, [bytes([BACKENDS.index(backend)])], [job.fileno()])
         except OSError as error:
             raise EngineError(
                 f"the process that compiles grammars is gone ({os.strerror(error.errno or 0)}); the request may be "

@@ -6,6 +6,7 @@ one thread, so that it can be forked at any time.
 """
 
 import argparse
+import contextlib
 import os
 import pickle
 import resource
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc.lifecycle import become_child
-from tokenmill_engine.structured_output.asking import BEGUN, Answer, Question, receive, send
+from tokenmill_engine.structured_output.asking import BACKENDS, BEGUN, Answer, Question, receive, send
 from tokenmill_engine.structured_output.backends import Backends
 from tokenmill_engine.structured_output.grammar import GrammarError
 
@@ -43,11 +44,13 @@ def main() -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     jobs = socket.socket(fileno=args.jobs_fd)
     backends = Backends(args.tokenizer, args.vocab_size, tuple(args.end_tokens))
-    backends.prepare()
     while True:
         message, descriptors, _, _ = socket.recv_fds(jobs, 1, 1)
         if not message:
             os._exit(0)
+        # Once, for all that are forked. What goes wrong here goes wrong there again, and is told.
+        with contextlib.suppress(TokenmillError):
+            backends.of(BACKENDS[message[0]])
         for descriptor in descriptors:
             if os.fork() == 0:
                 jobs.close()

@@ -2,6 +2,7 @@
 grows, within limits of the library's own."""
 
 import json
+import re
 from typing import Any, Final
 
 import llguidance
@@ -18,6 +19,8 @@ _FORMATS: Final = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 """Formats of strings that the library knows; others are notes to the reader."""
+_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+"""Characters that mean something in a regex."""
 _BYTES_PER_CHAR: Final = 64
 """What a grammar takes for each character of its text, roughly; most of it is made while it is used."""
 _BASE_BYTES: Final = 1 << 16
@@ -127,8 +130,9 @@ def _grammar_of(spec: StructuredSpec) -> str:
             # As in JSON schemas, where \d and \w are of ASCII.
             return matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(spec.text, 'dw')}/")
         case StructuredKind.CHOICE:
-            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
-            return matcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+            # As alternatives of a grammar thousands of them would be too many.
+            choices = "|".join(_SPECIAL.sub(r"\\\g<0>", choice) for choice in json.loads(spec.text))
+            return matcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(choices, '')}/")
         case StructuredKind.GRAMMAR:
             return matcher.grammar_from_lark(spec.text if is_lark(spec.text) else _lark_of(spec.text))
         case StructuredKind.STRUCTURAL_TAG:

@@ -46,8 +46,8 @@ STRUCTURED = (
         Group.MODEL,
         parse_structured,
         None,
-        "How outputs are made to follow a schema or grammar, as JSON: backend (auto, xgrammar or guidance; auto takes "
-        "xgrammar for what it keeps to exactly, llguidance for the rest), and what requests may say themselves: "
+        "How outputs are made to follow a schema or grammar, as JSON: backend (auto, xgrammar or guidance, which is "
+        "llguidance; auto takes that, and xgrammar for structural tags and EBNF), and what requests may say too: "
         "disable_any_whitespace, disable_additional_properties (false: objects may have properties that the schema "
         "does not name)",
         "engine.structured_output",

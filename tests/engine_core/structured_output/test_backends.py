@@ -165,6 +165,11 @@ def test_a_pattern_of_whitespace(xgrammar: XgrammarBackend, guidance: GuidanceBa
             ["red", "reddish", 'q"\\\n', "gr\u00fcn"],
             ["re", "redd"],
         ),
+        (
+            spec("choice", ["a/b", "[x]{2}|(y)*+?.^$", "~&#-", " ", "\x00\t"]),
+            ["a/b", "[x]{2}|(y)*+?.^$", "~&#-", "\x00\t"],
+            ["x"],
+        ),
         (spec("grammar", LARK), ["yes", "no,no,yes"], ["", "no,", "maybe"]),
         (spec("grammar", EBNF), ["yes", "no,no,yes"], ["", "no,", "maybe"]),
     ],
@@ -244,8 +249,9 @@ def test_outputs_of_one_grammar_do_not_meet(name: str, request: pytest.FixtureRe
 
 def test_who_compiles_what() -> None:
     schema, lark, ebnf = spec("json", PERSON), spec("grammar", LARK), spec("grammar", EBNF)
-    assert order_of("auto", schema) == ("xgrammar", "guidance")
-    assert order_of("auto", spec("regex", "a")) == ("guidance",)
+    for each in (schema, spec("regex", "a"), spec("choice", ["a"]), StructuredSpec(StructuredKind.JSON_OBJECT, "")):
+        assert order_of("auto", each) == ("guidance",)
+    assert order_of("auto", spec("structural_tag", {})) == ("xgrammar",)
     assert order_of("auto", lark)[0] == "guidance"
     assert order_of("auto", ebnf)[0] == "xgrammar"
     assert order_of("xgrammar", lark) == ("xgrammar",)
