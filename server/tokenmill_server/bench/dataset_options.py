@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="-1: the line's output_tokens; lines are {prompt, output_tokens}. Default: 256",
     )
     add(
-        "--custom-skip-chat-template", "--skip-chat-template", action="store_true", default=None, help=argparse.SUPPRESS
+        "--custom-skip-chat-template",
+        "--skip-chat-template",
+        action="store_true",
+        default=None,
+        help="as it is always: prompts are sent as they are; the server has the template, for --backend openai-chat",
     )
     add("--prefix-repetition-prefix-len", type=count, metavar="TOKENS", help="default: 256")
     add("--prefix-repetition-suffix-len", type=count, metavar="TOKENS", help="default: 256")
