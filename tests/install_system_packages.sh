@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Programs that tests use and pip cannot install: Prometheus and promtool (Debian package `prometheus`), a C++ compiler
-# for the CPU kernels, and Chromium for the page at `/`. Does nothing when they are there.
+# for the CPU kernels, openssl for certificates, and Chromium for the page at `/`. Does nothing when they are there.
 set -euo pipefail
 
 packages=()
 if ! command -v prometheus > /dev/null || ! command -v promtool > /dev/null; then packages+=(prometheus); fi
 if ! command -v g++ > /dev/null; then packages+=(g++); fi
+if ! command -v openssl > /dev/null; then packages+=(openssl); fi
 if ! command -v chromium > /dev/null && ! command -v google-chrome > /dev/null; then
     packages+=(chromium fonts-dejavu-core)
 fi

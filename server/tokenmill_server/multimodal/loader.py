@@ -187,7 +187,7 @@ class MediaLoader:
             elif scheme_of(content) not in ("http", "https", "file"):
                 raise _unknown_address(content, source.kind)
             else:
-                async with Turn(self._fetches) as turn:
+                async with Turn(self._fetches, id(request)) as turn:
                     data = await self._get(content, request.budget, source.kind, turn)
                     work = partial(prepare, data)
                     item = await self._from_file(data, waiter, options, work, source.kind)

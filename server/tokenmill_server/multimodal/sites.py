@@ -2,7 +2,8 @@
 name servers are, keeps no other waiting."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
 _PARTS_OF_COUNTRIES = frozenset({"ac", "co", "com", "edu", "go", "gov", "ne", "net", "or", "org"})
@@ -19,7 +20,9 @@ def site_of(host: str) -> str:
 
 
 class SitePlaces:
-    """Used from the event loop alone."""
+    """Used from the event loop alone. A site's next free place goes to that owner who has the fewest of them, and among
+    these to who waited longest: one request for fifty files keeps those behind it waiting for a place, not for all of
+    its files."""
 
     def __init__(self, most: int, most_of_site: int) -> None:
         self._places = asyncio.Semaphore(most)
@@ -35,24 +38,24 @@ class SitePlaces:
         finally:
             self.release(site)
 
-    async def acquire(self, name: str) -> None:
+    async def acquire(self, name: str, owner: Hashable = None) -> None:
         """Waits for one of a site's, and then of all."""
         site = self._sites.setdefault(name, _Site(self._most_of_site))
         site.num_users += 1
         try:
-            await site.places.acquire()
+            await site.take(owner)
             try:
                 await self._places.acquire()
             except BaseException:
-                site.places.release()
+                site.give(owner)
                 raise
         except BaseException:
             self._leave(name)
             raise
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, owner: Hashable = None) -> None:
         self._places.release()
-        self._sites[name].places.release()
+        self._sites[name].give(owner)
         self._leave(name)
 
     def _leave(self, name: str) -> None:
@@ -65,5 +68,37 @@ class _Site:
     """Who has places or waits for one."""
 
     def __init__(self, most: int) -> None:
-        self.places = asyncio.Semaphore(most)
         self.num_users = 0
+        self._num_free = most
+        self._taken: Counter[Hashable] = Counter()
+        """By owner."""
+        self._waiting: list[tuple[Hashable, asyncio.Future[None]]] = []
+
+    async def take(self, owner: Hashable) -> None:
+        if self._num_free > 0:
+            self._num_free -= 1
+            self._taken[owner] += 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((owner, place))
+        try:
+            await place
+        except BaseException:
+            if place.cancelled():
+                self._waiting.remove((owner, place))
+            else:  # it came in the same moment
+                self.give(owner)
+            raise
+
+    def give(self, owner: Hashable) -> None:
+        self._taken[owner] -= 1
+        if self._taken[owner] == 0:
+            del self._taken[owner]
+        waiting = [each for each in self._waiting if not each[1].done()]
+        if not waiting:
+            self._num_free += 1
+            return
+        following = min(waiting, key=lambda each: self._taken[each[0]])
+        self._waiting.remove(following)
+        self._taken[following[0]] += 1
+        following[1].set_result(None)

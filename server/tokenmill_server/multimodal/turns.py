@@ -1,6 +1,7 @@
 """Files are fetched and decoded a few at a time. What waits for its turn does not time out."""
 
 import asyncio
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Self
 
@@ -10,8 +11,10 @@ from tokenmill_server.multimodal.sites import SitePlaces
 class Turn:
     """Of one file. It may be given to others in between."""
 
-    def __init__(self, places: SitePlaces) -> None:
+    def __init__(self, places: SitePlaces, owner: Hashable) -> None:
+        """`owner`: whose file it is. Who waits for many lets others come between."""
         self._places = places
+        self._owner = owner
         self._site: str | None = None
         """Whose place it has."""
 
@@ -22,18 +25,18 @@ class Turn:
         now = asyncio.get_running_loop().time
         end = None if limit is None else limit.when()
         if limit is None or end is None:
-            await self._places.acquire(site)
+            await self._places.acquire(site, self._owner)
         else:
             left = end - now()
             limit.reschedule(None)
-            await self._places.acquire(site)
+            await self._places.acquire(site, self._owner)
             limit.reschedule(now() + left)
         self._site = site
 
     def give(self) -> None:
         """Others have it until it is taken again."""
         if self._site is not None:
-            self._places.release(self._site)
+            self._places.release(self._site, self._owner)
             self._site = None
 
     async def __aenter__(self) -> Self:

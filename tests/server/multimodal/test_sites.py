@@ -66,3 +66,39 @@ async def test_who_is_gone_before_has_none() -> None:
     for name in "ab":
         async with places.of(name):
             assert set(places._sites) == {name}
+
+
+async def test_the_next_place_is_for_who_has_the_fewest() -> None:
+    places = SitePlaces(9, 3)
+    came: list[str] = []
+
+    async def take(owner: str) -> None:
+        await places.acquire("a", owner)
+        came.append(owner)
+
+    waiting = [asyncio.ensure_future(take(owner)) for owner in ("many", "many", "many", "many", "one", "two", "one")]
+    await settled()
+    assert came == ["many"] * 3
+    gone = waiting.pop(5)
+    gone.cancel()
+    for owner in ("many", "many", "many", "one"):
+        places.release("a", owner)
+        await settled()
+    assert came == ["many", "many", "many", "one", "many", "one"]
+    for owner in ("one", "many"):
+        places.release("a", owner)
+    await asyncio.wait([*waiting, gone])
+    assert not places._sites
+
+
+async def test_a_place_that_comes_to_who_leaves_goes_on_to_the_next() -> None:
+    places = SitePlaces(9, 1)
+    await places.acquire("a", 0)
+    first, second = (asyncio.ensure_future(places.acquire("a", owner)) for owner in (1, 2))
+    await settled()
+    places.release("a", 0)
+    first.cancel()
+    await asyncio.wait([first])
+    await asyncio.wait_for(second, 30)
+    places.release("a", 2)
+    assert not places._sites

@@ -21,7 +21,7 @@ async def settled() -> None:
 
 async def test_others_have_it_in_between() -> None:
     places = SitePlaces(1, 1)
-    async with Turn(places) as first, Turn(places) as second:
+    async with Turn(places, "request") as first, Turn(places, "request") as second:
         await first.take("b")
         await first.take("a")
         waiting = asyncio.ensure_future(second.take("a"))
@@ -34,13 +34,13 @@ async def test_others_have_it_in_between() -> None:
         second.give()
         await first.take("a")
     assert is_free(places)
-    await Turn(places).take("a")
+    await Turn(places, "request").take("a")
     assert not is_free(places)
 
 
 async def test_time_stands_still_until_it_comes() -> None:
     places = SitePlaces(1, 1)
-    async with Turn(places) as first, Turn(places) as second, asyncio.timeout(1000) as limit:
+    async with Turn(places, "request") as first, Turn(places, "request") as second, asyncio.timeout(1000) as limit:
         await first.take("a", limit)
         assert limit.when() is not None
         waiting = asyncio.ensure_future(second.take("a", limit))
@@ -57,10 +57,10 @@ async def test_who_is_gone_before_takes_none() -> None:
     places = SitePlaces(1, 1)
 
     async def wait() -> None:
-        async with Turn(places) as turn:
+        async with Turn(places, "request") as turn:
             await turn.take("a")
 
-    async with Turn(places) as first:
+    async with Turn(places, "request") as first:
         await first.take("a")
         waiting = asyncio.ensure_future(wait())
         await settled()
