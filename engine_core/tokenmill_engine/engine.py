@@ -36,7 +36,7 @@ from tokenmill_engine.messages import (
 from tokenmill_engine.metrics import EngineMetrics
 from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
 from tokenmill_engine.reports import Output, Reporter
-from tokenmill_engine.request import Request, RequestLimits, RequestState, build_request
+from tokenmill_engine.request import Request, RequestLimits, build_request
 from tokenmill_engine.scheduler.budget import make_budget
 from tokenmill_engine.scheduler.encoder_budget import comparable_s
 from tokenmill_engine.scheduler.outcome import StepOutcome
@@ -146,6 +146,9 @@ class EngineCore:
         self._fill_pipeline()
         outcome = self._finish_oldest_step() if self._in_flight else None
         self._end_failures()
+        if self._structured.num_running:
+            # The next step had to wait for this one: it goes on its way before anybody is told.
+            self._fill_pipeline()
         if outcome is None and self.scheduler.num_unfinished:
             raise RuntimeError(f"{self.scheduler.num_unfinished} requests are left, yet there is nothing to do")
         load = self._load()
@@ -253,11 +256,7 @@ class EngineCore:
     def _abort(self, request_ids: list[int], reason: FinishReason) -> None:
         for request_id in request_ids:
             self._awaited.discard(request_id)
-            request = self._structured.forget(request_id)
-            if request is not None:
-                request.transition(RequestState.FINISHED, reason)
-            else:
-                request = self.scheduler.abort(request_id, reason)
+            request = self._structured.forget(request_id, reason) or self.scheduler.abort(request_id, reason)
             if request is not None:
                 self.media.release(request_id)
                 logger.debug("request %s (%d) ended by its client: %s", request.label, request_id, reason)
@@ -285,7 +284,7 @@ class EngineCore:
             outcome = self.scheduler.fail_step(plan, error.message)
         for request, _ in outcome.finished.values():
             self.media.release(request.request_id)
-            self._structured.forget(request.request_id)
+            self._structured.forget(request.request_id, FinishReason.STOP)
         self._structured.take(outcome.request_ids, outcome.num_tokens, outcome.token_ids)
         self._recorder.record_step(plan, outcome, self.scheduler)
         return outcome

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import TokenmillError
-from tokenmill_engine.messages import StructuredSpec
+from tokenmill_engine.messages import FinishReason, StructuredSpec
 from tokenmill_engine.outputs import StepPlan, TokenMasks
-from tokenmill_engine.request import Request
+from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, Matcher
 from tokenmill_engine.structured_output.store import GrammarStore
 
@@ -67,6 +67,11 @@ class StructuredRequests:
         return len(self._waiting)
 
     @property
+    def num_running(self) -> int:
+        """Requests whose grammar is ready and that have not ended."""
+        return len(self._outputs)
+
+    @property
     def waiting_ids(self) -> list[int]:
         """The same requests."""
         return list(self._waiting)
@@ -101,13 +106,16 @@ class StructuredRequests:
                     self._begin(request, own, grammar)
                     yield request, None
 
-    def forget(self, request_id: int) -> Request | None:
-        """A request has ended. Returns it if it was waiting."""
+    def forget(self, request_id: int, reason: FinishReason) -> Request | None:
+        """A request has ended. Returns it if it was waiting here; `reason` is why it has finished then."""
         output = self._outputs.pop(request_id, None)
         if output is not None and self._by_slot.get(output.slot) is output:
             del self._by_slot[output.slot]
         waiting = self._waiting.pop(request_id, None)
-        return None if waiting is None else waiting[0]
+        if waiting is None:
+            return None
+        waiting[0].transition(RequestState.FINISHED, reason)
+        return waiting[0]
 
     def masked(self, plan: StepPlan) -> StepPlan:
         """`plan`, with what its rows may sample. All tokens before it are taken in."""
