@@ -1,7 +1,9 @@
 """Grammars by xgrammar (https://github.com/mlc-ai/xgrammar): masks are looked up in tables that are made beforehand."""
 
 import json
+import random
 import re
+import time
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +18,10 @@ from tokenmill_engine.vocabulary.vocabulary import Vocabulary
 MAX_WHITESPACE: Final = 32
 """Characters in a row between the parts of JSON: models that have nothing to say would write it for ever."""
 
+_NUM_TRIED: Final = 48
+_MAX_TOKEN_S: Final = 0.05
+"""Processor time for the mask of one token, which all other requests of a step wait for. Ordinary grammars take less
+than a thousandth of a second; ambiguous ones take longer with every token."""
 _LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][A-Za-z0-9_]*(\.-?[0-9]+)?\s*:(?!:=)", re.MULTILINE)
 
 
@@ -38,12 +44,27 @@ class XgrammarBackend:
             compiled = _compile(compiler, spec)
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(_first_line(error)) from error
+        self._try(XgrammarGrammar(self._library, compiled))
         serialized: str = compiled.serialize_json()
         return serialized
 
     def load(self, compiled: str) -> "XgrammarGrammar":
         """As `GrammarBackend`."""
         return XgrammarGrammar(self._library, self._library.CompiledGrammar.deserialize_json(compiled, self._tokens))
+
+    def _try(self, grammar: "XgrammarGrammar") -> None:
+        """Raises GrammarError if an output soon takes too long: better than when others wait for it."""
+        matcher, draw = grammar.matcher(), random.Random(0)
+        bits = np.zeros((1, -(-self._tokens.vocab_size // 32)), np.int32)
+        ends = np.array(self._tokens.stop_token_ids)
+        for _ in range(_NUM_TRIED):
+            matcher.fill(bits, 0)
+            allowed = np.unpackbits(bits[0].view(np.uint8), bitorder="little", count=self._tokens.vocab_size)
+            allowed[ends] = 0
+            token_ids = np.flatnonzero(allowed)
+            if not len(token_ids):
+                return
+            matcher.accept(int(token_ids[draw.randrange(len(token_ids))]))
 
 
 class XgrammarGrammar:
@@ -66,12 +87,22 @@ class XgrammarMatcher:
 
     def fill(self, bits: NDArray[np.int32], row: int) -> None:
         """As `Matcher`."""
+        began = time.thread_time()
         self._matcher.fill_next_token_bitmask(bits, row)
+        _check_time(began)
 
     def accept(self, token_id: int) -> None:
         """As `Matcher`."""
+        began = time.thread_time()
         if not self._matcher.accept_token(token_id):
             raise GrammarError(f"token {token_id} may not follow")
+        _check_time(began)
+
+
+def _check_time(began: float) -> None:
+    """Raises GrammarError if this thread has worked too long since `began`: the library has no limits of its own."""
+    if time.thread_time() - began > _MAX_TOKEN_S:
+        raise GrammarError("it is too ambiguous: what may follow takes too long to find out")
 
 
 def _compile(compiler: Any, spec: StructuredSpec) -> Any:

@@ -21,6 +21,7 @@ from tests.support.grammars import (
     spec,
 )
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
+from tokenmill_engine.structured_output import xgrammar_backend
 from tokenmill_engine.structured_output.backends import CompilingBackend, order_of
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
 from tokenmill_engine.structured_output.guidance_backend import GuidanceBackend
@@ -256,3 +257,15 @@ def test_who_compiles_what() -> None:
     assert order_of("auto", ebnf)[0] == "xgrammar"
     assert order_of("xgrammar", lark) == ("xgrammar",)
     assert order_of("guidance", schema) == ("guidance",)
+
+
+def test_masks_that_take_too_long_end_their_request(xgrammar: XgrammarBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library itself would go on for minutes, and all other requests wait."""
+    grammar = compiled(xgrammar, spec("grammar", EBNF))
+    matcher, bits = grammar.matcher(), np.zeros((1, 9), np.int32)
+    matcher.fill(bits, 0)
+    monkeypatch.setattr(xgrammar_backend, "_MAX_TOKEN_S", 0.0)
+    with pytest.raises(GrammarError, match="too ambiguous"):
+        matcher.fill(bits, 0)
+    with pytest.raises(GrammarError, match="too ambiguous"):
+        matcher.accept(ord("y"))
