@@ -131,6 +131,7 @@ class ChatOutput:
                 case Text(text):
                     self._take_text(text, delta)
                 case CallStart(name):
+                    name = _whole(name)
                     self._held_space, self._after_call = "", True
                     self._dropping = self._max_calls is not None and self.num_calls >= self._max_calls
                     if not self._dropping:
@@ -138,7 +139,7 @@ class ChatOutput:
                         self.num_calls += 1
                 case Arguments(text):
                     if text and not self._dropping:
-                        delta.add(ChatDelta(calls=[CallPart(self.num_calls - 1, arguments=text)]))
+                        delta.add(ChatDelta(calls=[CallPart(self.num_calls - 1, arguments=_whole(text))]))
 
     def _take_text(self, text: str, delta: ChatDelta) -> None:
         if self._after_call:
@@ -152,3 +153,8 @@ class ChatOutput:
         self._held_space = text[len(shown) :]
         self._has_content = self._has_content or bool(shown)
         delta.content += shown
+
+
+def _whole(text: str) -> str:
+    """Without halves of characters: models can write them in JSON, but no answer can hold them."""
+    return text if text.isascii() else text.encode(errors="replace").decode()

@@ -59,6 +59,10 @@ def _text_of(kind: StructuredKind, value: Any, param: str) -> str:
         raise InvalidRequestError(f"{kind.value} must not be empty", param)
     if len(text) > MAX_CHARS:
         raise InvalidRequestError(f"{kind.value} has {len(text)} characters; {MAX_CHARS} are possible at most", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON in a string can say that
+        raise InvalidRequestError(f"{kind.value} has half a character (a lone surrogate)", param) from None
     return text
 
 

@@ -106,7 +106,10 @@ class HistoryShape:
 def _parsed(arguments: str) -> Any:
     """Broken arguments, which a model may have written, stay as they are: it is to see them."""
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments)
+        if "\\u" in arguments:  # halves of characters are JSON, but no text
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError):
         return arguments
 

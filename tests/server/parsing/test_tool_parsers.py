@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.tool_outputs import BY_PARSER, TOOLS, Output
 from tokenmill_server.parsing.chat_output import ChatDelta
 from tokenmill_server.parsing.plan import OutputPlan, ToolPlan
+from tokenmill_server.processing.sse import json_bytes
 
 CASES = [
     pytest.param(name, output, id=f"{name}-{i}") for name, all_ in BY_PARSER.items() for i, output in enumerate(all_)
@@ -74,6 +75,21 @@ def test_any_text_in_any_pieces(parser: str, data: st.DataObject) -> None:
     expected = whole(plan.parse(text))
     assert streamed(plan, cut(text, data.draw(st.lists(st.integers(0, 999), max_size=12)))) == expected
     assert streamed(plan, list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "\\udc00", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"\\ud800\\"}"}</tool_call>'),
+        ("pythonic", '[get_weather(city="\\ud800")]'),
+    ],
+)
+def test_halves_of_characters_reach_nobody(parser: str, text: str) -> None:
+    """JSON can say them, but no answer could hold them."""
+    _, ((name, arguments),) = whole(plan_of(parser).parse(text))
+    assert name is not None
+    assert json.loads(json_bytes([name, arguments])) == [name, arguments]
 
 
 def test_arguments_are_streamed_as_they_come() -> None:

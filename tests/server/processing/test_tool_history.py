@@ -69,6 +69,13 @@ def test_arguments_that_are_no_json_stay_what_the_model_wrote() -> None:
     assert '"arguments": "{\\"city\\": \\"Par"' in text
 
 
+def test_arguments_with_halves_of_characters_stay_what_the_model_wrote() -> None:
+    """JSON can say them, but no prompt can hold them."""
+    text = render(TEMPLATES["hermes"], calling(call('{"city": "\\ud800"}')), RESULT)
+    assert "\\ud800" in text
+    assert text.encode()
+
+
 def test_no_arguments() -> None:
     for arguments in ("", None, "{}", {}):
         assert '"arguments": {}' in render(TEMPLATES["hermes"], calling(call(arguments)))
