@@ -114,8 +114,11 @@ class StructuredRequests:
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return None
-        waiting[0].transition(RequestState.FINISHED, reason)
-        return waiting[0]
+        request, spec = waiting
+        if all(other.text != spec.text for _, other in self._waiting.values()):
+            self._store.give_up(spec.key())
+        request.transition(RequestState.FINISHED, reason)
+        return request
 
     def masked(self, plan: StepPlan) -> StepPlan:
         """`plan`, with what its rows may sample. All tokens before it are taken in."""

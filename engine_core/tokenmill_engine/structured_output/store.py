@@ -6,7 +6,7 @@ Compiling happens in a process of its own (`compiler_process`); threads of this 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -42,7 +42,8 @@ class GrammarStore:
         self._backends = Backends(model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grammar")
-        self._compiling: set[StructuredSpec] = set()
+        self._compiling: dict[StructuredSpec, Future[None] | None] = {}
+        """None: it has failed already."""
         self._finished: SimpleQueue[Compiled] = SimpleQueue()
         self._cache: OrderedDict[StructuredSpec, Grammar] = OrderedDict()
         """The one used last is the last."""
@@ -59,7 +60,7 @@ class GrammarStore:
         """Begin to compile, unless that has begun. Call it in the process's main thread: a process may be started."""
         if spec in self._compiling:
             return
-        self._compiling.add(spec)
+        self._compiling[spec] = None
         try:
             compiler = self._started_compiler()
         except OSError as error:
@@ -67,7 +68,13 @@ class GrammarStore:
             self._finished.put((spec, failed))
             self._wake()
             return
-        self._threads.submit(self._work, spec, compiler)
+        self._compiling[spec] = self._threads.submit(self._work, spec, compiler)
+
+    def give_up(self, spec: StructuredSpec) -> None:
+        """Nobody waits for it any more: others go first. What has begun is finished."""
+        work = self._compiling.get(spec)
+        if work is not None and work.cancel():
+            del self._compiling[spec]
 
     def finished(self) -> Iterator[Compiled]:
         """What was compiled since the last call, and what could not be."""
@@ -76,7 +83,7 @@ class GrammarStore:
                 spec, grammar = self._finished.get(block=False)
             except Empty:
                 return
-            self._compiling.discard(spec)
+            self._compiling.pop(spec, None)
             if not isinstance(grammar, TokenmillError):
                 self._keep(spec, grammar)
             yield spec, grammar

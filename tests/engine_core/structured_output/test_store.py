@@ -108,6 +108,30 @@ def test_one_that_takes_too_long_is_refused(waiting: Waiting, monkeypatch: pytes
     assert "0.01 s" in error.message
 
 
+def test_what_would_take_longer_with_every_token_is_refused(waiting: Waiting) -> None:
+    """The grammar is compiled in no time, but a mask of its twelfth token takes seconds."""
+    nested = {"type": "regex", "pattern": "((([a-z]*)*)*)*z"}
+    (error,) = waiting.compile(spec("structural_tag", {"type": "structural_tag", "format": nested}))
+    assert isinstance(error, GrammarError)
+    assert "too ambiguous" in error.message
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(waiting: Waiting) -> None:
+    waiting.compile(spec("regex", "e"))
+    process = compiler(waiting)
+    process.suspend()
+    begun = [spec("regex", f"f{index}") for index in range(4)]
+    given_up, wanted = spec("regex", "g"), spec("regex", "h")
+    for each in (*begun, given_up):
+        waiting.store.compile(each)
+    waiting.store.give_up(given_up)
+    process.resume()
+    waiting.compile(*begun, wanted)
+    assert waiting.store.find(given_up) is None
+    (grammar,) = waiting.compile(given_up)
+    assert not isinstance(grammar, TokenmillError), "it may be wanted again"
+
+
 def test_a_compiler_that_dies_is_replaced(waiting: Waiting) -> None:
     waiting.compile(spec("regex", "a"))
     process = compiler(waiting)
