@@ -83,7 +83,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     """All routes, errors in OpenAI's shape for each of them."""
     config = context.config
     docs: dict[str, Any] = {"openapi_url": None} if config.disable_docs else {}
-    app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False, root_path=config.root_path, **docs)
+    app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False, **docs)
     app.state.context = context
     app.router.route_class = _PlainRoute
     _add_routes(app, config)

@@ -44,8 +44,10 @@ class RequestFrame:
             await self._app(scope, receive, send)
             return
         started_at = time.monotonic()
-        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
-            scope["path"] = scope["path"].removeprefix(self._root_path)
+        if self._root_path:
+            scope["root_path"] = self._root_path  # the API page says it
+            if scope["path"].startswith(f"{self._root_path}/"):
+                scope["path"] = scope["path"].removeprefix(self._root_path)
         headers = _wanted_headers(scope)
         state = scope.setdefault("state", {})
         own_id = headers.get(b"x-request-id", b"").decode("latin-1")

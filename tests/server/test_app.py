@@ -1,6 +1,7 @@
 """The endpoints that are called without the framework's layers answer whatever happens in them, once."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,12 @@ def test_an_engine_that_is_gone_is_an_http_error(context: ServerContext) -> None
 def test_everything_else_goes_its_usual_way(context: ServerContext, method: str, path: str, status: int) -> None:
     sent, error = ask(context, method, path)
     assert (sent[0]["status"], error) == (status, None)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/webui/llm/v1/models", "/webui/llm/webui/llm/v1/models"])
+def test_no_prefix_of_a_proxy_opens_what_needs_a_key(context: ServerContext, path: str) -> None:
+    """Not even one that looks like the files of the page, which need none."""
+    context.config = dataclasses.replace(context.config, api_keys=("secret",), root_path="/webui/llm")
+    sent, error = ask(context, "GET", path)
+    assert error is None
+    assert sent[0]["status"] == 401

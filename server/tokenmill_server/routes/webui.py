@@ -9,7 +9,8 @@ from tokenmill_server.routes.bodies import json_reply
 from tokenmill_server.version import __version__
 from tokenmill_server.webui.files import web_files
 
-_INFO_PATH = "/webui/server.json"
+_FILES_PATH = "/webui/"
+_INFO_PATH = f"{_FILES_PATH}server.json"
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -39,12 +40,12 @@ def add_webui(app: FastAPI) -> None:
     """HEAD comes with GET, as for every route."""
     app.add_api_route("/", _index, methods=["GET"], include_in_schema=False)
     app.add_api_route(_INFO_PATH, _info, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/webui/{name}", _file, methods=["GET"], include_in_schema=False)
+    app.add_api_route(f"{_FILES_PATH}{{name}}", _file, methods=["GET"], include_in_schema=False)
 
 
 def needs_no_key(path: str) -> bool:
     """Whether anybody may have it: the page asks for the key itself, and its files say nothing of the server."""
-    return path == "/" or (path.startswith("/webui/") and path != _INFO_PATH)
+    return path == "/" or (path.startswith(_FILES_PATH) and path.removeprefix(_FILES_PATH) in web_files())
 
 
 async def _index(request: Request) -> Response:
