@@ -216,7 +216,8 @@ class EngineCore:
             self._tell_refused(request_id, error)
 
     def _refuse(self, label: str, request_id: int, error: TokenmillError) -> None:
-        logger.warning("request %s (%d) refused: %s", label, request_id, error)
+        level = logging.DEBUG if isinstance(error, GrammarError) else logging.WARNING  # it quotes its author
+        logger.log(level, "request %s (%d) refused: %s", label, request_id, error)
         self._recorder.record_refusal()
         self._tell_refused(request_id, error)
 

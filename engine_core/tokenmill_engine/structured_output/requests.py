@@ -197,7 +197,9 @@ class StructuredRequests:
             output.num_tokens += 1
 
     def _fail(self, output: _Output, error: GrammarError) -> None:
-        logger.error("request %d: the grammar cannot be followed any further: %s", output.request_id, error)
+        """Once, whatever it still samples. What libraries say quotes the client's grammar: it is told, not logged."""
+        logger.warning("request %d ends: its grammar cannot be followed any further", output.request_id)
+        self.forget(output.request_id, FinishReason.ERROR)
         message = f"the grammar cannot be followed any further: {error}"
         self._failures.append((output.request_id, GrammarError(message, output.param)))
 

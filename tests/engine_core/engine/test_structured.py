@@ -61,6 +61,12 @@ def text(token_ids: list[int]) -> str:
     return b"".join(vocabulary.token_bytes[token_id] for token_id in token_ids).decode()
 
 
+def read_tokens(text: str) -> list[int]:
+    model = tiny_engine_config().model
+    vocabulary = read_vocabulary(model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
+    return vocabulary.encode(text)
+
+
 def generate(core: CoreRequests, first: int) -> list[list[int]]:
     """Their ids begin with `first`."""
     ids = [
@@ -120,6 +126,23 @@ def test_a_grammar_that_makes_no_sense_ends_its_request_alone(core: CoreRequests
     told = core.run_until_finished([free, wrong])
     assert [each.finishes for each in told] == [[FinishReason.LENGTH], [FinishReason.ERROR]]
     assert (len(told[0].tokens), told[1].tokens) == (30, [])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_nothing_can_follow_ends_its_request_alone(
+    core: CoreRequests, caplog: pytest.LogCaptureFixture, temperature: float
+) -> None:
+    """The one token that the client allows is none that the grammar does."""
+    (start,) = read_tokens("secret")[:1]
+    free = core.add(1, [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
+    none = SamplingParams(
+        max_tokens=20, temperature=temperature, allowed_token_ids=(start,), structured=spec("choice", ["zebra"])
+    )
+    stuck = core.add(2, [5, 6, 7], none)
+    told = core.run_until_finished([free, stuck])
+    assert [each.finishes for each in told] == [[FinishReason.LENGTH], [FinishReason.ERROR]]
+    assert len(told[0].tokens) == 20
+    assert "zebra" not in caplog.text
 
 
 class _Watched:
