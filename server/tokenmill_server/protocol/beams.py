@@ -12,11 +12,12 @@ _MAX_PENALTY = 10.0
 """The longest answer to this power is a number."""
 
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("stream", "echo", "top_logprobs", "min_tokens", "min_p", "top_k"), (0,)),
+    **dict.fromkeys(("stream", "echo", "logprobs"), (False,)),
+    **dict.fromkeys(("top_logprobs", "min_tokens", "min_p"), (0,)),
+    "top_k": (0, -1),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     **dict.fromkeys(("top_p", "repetition_penalty"), (1,)),
     "temperature": (0, 1),
-    "logprobs": (False,),
     "tools": (),
     "response_format": ({"type": "text"},),
     **dict.fromkeys(("stop", "bad_words", "logprob_token_ids"), ([],)),
@@ -37,7 +38,8 @@ def beam_options(fields: GenerationFields) -> BeamOptions | None:
         return None
     for name, neutral in _WITHOUT_EFFECT.items():
         value = getattr(fields, name, None)
-        if value is not None and value not in neutral:
+        # A number of log-probabilities may be 0, which is one for each token; False is none.
+        if value is not None and not any(value == each and (value is False) == (each is False) for each in neutral):
             raise InvalidRequestError(f"{name} and use_beam_search exclude each other", name)
     if (fields.n or 1) > MAX_BEAMS:
         raise InvalidRequestError(f"n must be at most {MAX_BEAMS} with use_beam_search, got {fields.n}", "n")

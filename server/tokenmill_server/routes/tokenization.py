@@ -82,7 +82,10 @@ async def _encode_text(context: ServerContext, text: str, add_special_tokens: bo
 async def detokenize(request: Request) -> Response:
     """Text of token ids."""
     context = context_of(request)
-    fields = parse(await read_json(request, context.config.max_body_bytes), DetokenizeRequest)
+    body = await read_json(request, context.config.max_body_bytes)
+    fields = parse(body, DetokenizeRequest)
+    headers: dict[str, str] = {}
+    note_ignored(context, headers, ignored_fields(body, DetokenizeRequest.model_fields))
     context.check_model(fields.model)
     inputs = context.inputs
     most = _MAX_CONTEXTS * inputs.max_model_len
@@ -90,4 +93,4 @@ async def detokenize(request: Request) -> Response:
         raise ContextLengthError(f"tokens has {len(fields.tokens)} ids, more than the limit of {most}", "tokens")
     check_token_ids(fields.tokens, inputs.vocab_size, "tokens")
     text = await asyncio.to_thread(inputs.tokenizer.decode, fields.tokens, skip_special_tokens=False)
-    return json_reply({"prompt": text})
+    return json_reply({"prompt": text}, headers)

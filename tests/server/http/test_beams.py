@@ -65,8 +65,13 @@ def test_what_does_not_go_together(client: httpx.Client, fields: dict[str, Any],
     assert is_error(client.post(CHAT, json=BEAMS | fields), 400, param)
 
 
+def test_log_probabilities_of_the_tokens_alone_are_some_too(client: httpx.Client) -> None:
+    body = {"prompt": "a", "use_beam_search": True, "n": 2, "max_tokens": 2}
+    assert is_error(client.post("/v1/completions", json=body | {"logprobs": 0}), 400, "logprobs")
+
+
 def test_values_that_ask_for_nothing_are_fine(client: httpx.Client) -> None:
-    neutral = {"top_p": 1, "top_k": 0, "stream": False, "stop": [], "seed": None, "logprobs": False}
+    neutral = {"top_p": 1, "top_k": -1, "stream": False, "stop": [], "seed": None, "logprobs": False}
     assert client.post(CHAT, json=BEAMS | neutral | {"response_format": {"type": "text"}}).status_code == 200
 
 

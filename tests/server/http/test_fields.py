@@ -236,6 +236,8 @@ def test_tokenize_is_as_strict_as_chat(client: httpx.Client) -> None:
     assert response.status_code == 200
     assert response.headers["x-ignored-fields"] == "wibble, messages[0].content[0].txet"
     assert "x-ignored-fields" not in client.post("/tokenize", json={"prompt": "x"}).headers
+    response = client.post("/detokenize", json={"tokens": [1], "wibble": 1})
+    assert response.headers["x-ignored-fields"] == "wibble"
     for name, value in (("tools", [{"function": {"name": "f"}}]), ("chat_template", "x")):
         response = client.post("/tokenize", json=body | {name: value})
         assert is_error(response, 400, name, "unsupported_parameter")
