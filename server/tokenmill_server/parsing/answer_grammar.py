@@ -11,6 +11,7 @@ from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import StructuredOutputsParams
 from tokenmill_server.parsing.call_schema import arguments_schema
 from tokenmill_server.parsing.reasoning import CLOSE, OPEN, Start
+from tokenmill_server.processing.structured import older_format
 
 Format = dict[str, Any]
 
@@ -38,8 +39,10 @@ def after_thinking(
     answer = text if wanted is None else format_of(wanted)
     if start is Start.TAG:
         thinking = {"type": "optional", "content": {**thinking, "begin": OPEN}}
-        if answer["type"] in ("any_text", "triggered_tags"):  # else the tag could be a part of it
-            answer = {**answer, "excludes": [*answer.get("excludes", ()), OPEN]}
+        excludes = answer.get("excludes", [])
+        # Else the tag could be a part of it.
+        if answer.get("type") in ("any_text", "triggered_tags") and isinstance(excludes, list):
+            answer = {**answer, "excludes": [*excludes, OPEN]}
     param = "thinking_token_budget" if wanted is None else wanted.param
     return _tag({"type": "sequence", "elements": [thinking, _BREAKS, answer]}, param)
 
@@ -71,7 +74,9 @@ def format_of(wanted: StructuredOutputsParams) -> Format:
     """As a part of a structural tag. Raises InvalidRequestError for what cannot be one."""
     if wanted.structural_tag is not None:
         given = _read(wanted.structural_tag, wanted.param)
-        return dict(given["format"]) if isinstance(given.get("format"), dict) else _older_format(given)
+        if not isinstance(given, dict):
+            raise InvalidRequestError("a structural tag must be a JSON object", wanted.param)
+        return dict(given["format"]) if isinstance(given.get("format"), dict) else older_format(given)
     if wanted.json is not None:
         return _json_format(_read(wanted.json, wanted.param), wanted)
     if wanted.json_object:
@@ -96,20 +101,6 @@ def _json_format(schema: Any, wanted: StructuredOutputsParams) -> Format:
         schema = {"additionalProperties": True, **schema}
     most = 1 if wanted.disable_any_whitespace else _MAX_WHITESPACE
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
-
-
-def _older_format(given: Mapping[str, Any]) -> Format:
-    """Of a tag with `structures` and `triggers`."""
-    tags = [
-        {
-            "begin": each.get("begin"),
-            "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
-            "end": each.get("end"),
-        }
-        for each in given.get("structures") or ()
-        if isinstance(each, dict)
-    ]
-    return {"type": "triggered_tags", "triggers": given.get("triggers", []), "tags": tags}
 
 
 def _read(value: Any, param: str) -> Any:

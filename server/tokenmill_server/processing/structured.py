@@ -4,7 +4,7 @@ Checks what needs no grammar: whether it is JSON, how large and how deep it is. 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenmill_engine.config.structured_output import StructuredOutputConfig
@@ -86,17 +86,22 @@ def _tag_of(value: Any) -> Any:
     """A structural tag of the older form, with `structures` and `triggers`, in terms of the newer one."""
     if not isinstance(value, dict) or "structures" not in value or "format" in value:
         return value
+    return {"type": "structural_tag", "format": older_format(value)}
+
+
+def older_format(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The format of a structural tag with `structures` and `triggers`. What is malformed the library refuses."""
+    structures = value.get("structures")
     tags = [
         {
             "begin": each.get("begin"),
             "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
             "end": each.get("end"),
         }
-        for each in value["structures"]
+        for each in (structures if isinstance(structures, list) else ())
         if isinstance(each, dict)
     ]
-    triggered = {"type": "triggered_tags", "triggers": value.get("triggers", []), "tags": tags}
-    return {"type": "structural_tag", "format": triggered}
+    return {"type": "triggered_tags", "triggers": value.get("triggers", []), "tags": tags}
 
 
 def nesting(value: Any) -> int:

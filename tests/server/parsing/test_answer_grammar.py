@@ -111,12 +111,21 @@ def test_older_tags_after_thinking(checker: Checker) -> None:
         Wanted(json=SCHEMA, whitespace_pattern=" *", param="structured_outputs"),
         Wanted(json="{", param="structured_outputs"),
         Wanted(structural_tag="5", param="structured_outputs"),
+        Wanted(structural_tag="true", param="structured_outputs"),
     ],
 )
 def test_what_cannot_follow_thinking(wanted: Wanted) -> None:
     with pytest.raises(InvalidRequestError) as raised:
         after_thinking(wanted, Start.TAG)
     assert raised.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("given", [{}, {"type": 5}, {"type": "any_text", "excludes": 5}])
+def test_malformed_tags_are_left_to_the_library(given: dict[str, Any]) -> None:
+    wanted = after_thinking(Wanted(structural_tag={"format": given}), Start.TAG)
+    assert wanted is not None
+    assert isinstance(wanted.structural_tag, dict)
+    assert wanted.structural_tag["format"]["elements"][-1] == given
 
 
 @pytest.mark.parametrize("start", [Start.THINKING, Start.TAG])
