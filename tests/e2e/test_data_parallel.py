@@ -211,6 +211,7 @@ def test_a_killed_engine_core_is_restarted_by_its_launcher(pair: Pair) -> None:
     wait_for_finished(head, 1, count + 1)
     lost, kept = endless(head, 1), endless(head, 2)
     wait_for_running(head, 2)
+    lost.wait_for_events()
     launcher.kill(launcher.engine_pids()[0])
     error = lost.result().error
     assert error is not None
@@ -263,6 +264,7 @@ def test_launchers_come_late_go_and_come_back(tiny_model: Path, temporary: Path)
             processes = launcher.descendants()
             lost, kept = endless(head, 1), endless(head, 0)
             wait_for_running(head, 2)
+            lost.wait_for_events()
             launcher.kill(launcher.process.pid)
             error = lost.result().error
             assert error is not None
@@ -312,6 +314,7 @@ def test_no_key_travels_between_launchers(tiny_model: Path) -> None:
             assert pinned(head, 0)
             lost = endless(head, 0)
             wait_for_running(head, 1)
+            lost.wait_for_events()
             launcher.kill(launcher.engine_pids()[0])
             assert lost.result().error is not None
             assert launcher.process.wait(PATIENCE_S) == 1
