@@ -1,9 +1,6 @@
 """What users say of the output, before any grammar is made of it."""
 
 import json
-from unittest.mock import ANY
-
-import json
 
 import pytest
 
@@ -28,13 +25,6 @@ def test_halves_of_characters_are_refused(given: StructuredOutputsParams) -> Non
     with pytest.raises(InvalidRequestError, match="lone surrogate") as refusal:
         spec_of(given, StructuredOutputConfig())
     assert refusal.value.param == "response_format"
-
-
-@pytest.mark.parametrize("structures", [5, "x", None, [1], {"begin": 2}])
-def test_malformed_tags_of_the_older_form_are_left_to_the_library(structures: object) -> None:
-    tag = {"structures": structures, "triggers": 7}
-    spec = spec_of(StructuredOutputsParams(structural_tag=tag), StructuredOutputConfig())
-    assert json.loads(spec.text)["format"] == {"type": "triggered_tags", "triggers": 7, "tags": ANY}
 
 
 @pytest.mark.parametrize("structures", [5, "x", None, [1], {"begin": 2}])
