@@ -131,13 +131,14 @@ class StructuredRequests:
                 output.slot = start.slot
                 self._by_slot[start.slot] = output
         sampling = plan.samples.nonzero()[0].astype(np.int32)
-        rows = [row for row in sampling.tolist() if int(plan.slots[row]) in self._by_slot]
-        if not rows:
+        slots = plan.slots[sampling].tolist()
+        outputs = [(index, self._by_slot[slot]) for index, slot in enumerate(slots) if slot in self._by_slot]
+        if not outputs:
             return plan
-        bits = np.zeros((len(rows), self._num_words), dtype=np.int32)
-        for index, row in enumerate(rows):
-            self._fill(bits, index, self._by_slot[int(plan.slots[row])])
-        return replace(plan, masks=TokenMasks(np.array(rows, dtype=np.int32), bits))
+        bits = np.zeros((len(outputs), self._num_words), dtype=np.int32)
+        for row, (_, output) in enumerate(outputs):
+            self._fill(bits, row, output)
+        return replace(plan, masks=TokenMasks(sampling[[index for index, _ in outputs]], bits))
 
     def take(self, request_ids: NDArray[np.int64], num_tokens: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """New tokens of a step: `num_tokens[i]` of request `request_ids[i]`, one after the other in `token_ids`."""
