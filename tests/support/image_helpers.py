@@ -6,6 +6,7 @@ from typing import Any
 import psutil
 
 from tests.support.pictures import encoded, noise
+from tests.support.processes import children_with
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tokenmill_engine.config.model_files import resolve_model
 from tokenmill_server.multimodal.asking import Asking
@@ -31,14 +32,7 @@ def processor_of(kind: str = "qwen2_vl") -> ImageProcessor:
 
 def helpers() -> list[psutil.Process]:
     """The processes that prepare images for this one."""
-    found = []
-    for child in psutil.Process().children():
-        try:
-            if any("image_child" in each for each in child.cmdline()):
-                found.append(child)
-        except psutil.Error:
-            continue
-    return found
+    return children_with("image_child")
 
 
 def nothing(*_arguments: object) -> None:

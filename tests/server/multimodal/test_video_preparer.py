@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.image_helpers import ASKING
+from tests.support.processes import children_with
 from tests.support.server import PATIENCE_S, wait_for
 from tests.support.tiny_media_models import cached_tiny_media_model
 from tests.support.videos import moving, video_file, video_url
@@ -87,7 +87,7 @@ def test_who_gives_up_a_video_ends_its_process(
     source, room = VideoSource(video_url(VIDEO), "video"), TokenRoom(10_000, 10_000)
 
     def num_children() -> int:
-        return len(psutil.Process().children())
+        return len(children_with(str(child)))
 
     async def work() -> None:
         requests = [asyncio.ensure_future(loader.load([source], room)) for _ in range(5)]

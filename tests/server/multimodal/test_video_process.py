@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from tests.support.pictures import encoded, noise
-from tests.support.processes import wait_for_end
+from tests.support.processes import children_with, wait_for_end
 from tests.support.video_decoding import SETTINGS, decode
 from tests.support.videos import decoded, moving, video_file
 from tokenmill_engine.errors import OverloadedError
@@ -171,7 +171,7 @@ def test_a_plan_that_is_refused_ends_the_decoding() -> None:
 
 
 def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children()}
+    return {child.pid for child in children_with("video_child")}
 
 
 def with_child(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
@@ -227,7 +227,7 @@ def test_it_is_not_for_a_decoder_to_end() -> None:
     """Signals that a whole group of processes gets are the server's affair."""
 
     def choose(facts: VideoFacts) -> FramePlan:
-        (child,) = psutil.Process().children()
+        (child,) = children_with("video_child")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             child.send_signal(number)
         return FramePlan((0,), facts.height, facts.width, 3)
@@ -267,7 +267,7 @@ def test_a_process_may_take_what_its_video_has() -> None:
     limits: list[int] = []
 
     def choose(facts: VideoFacts) -> FramePlan:
-        (child,) = psutil.Process().children()
+        (child,) = children_with("video_child")
         limits.append(child.rlimit(psutil.RLIMIT_AS)[0])
         return FramePlan((0,), facts.height, facts.width, 3)
 
