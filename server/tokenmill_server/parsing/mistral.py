@@ -1,10 +1,9 @@
 """Calls as Mistral's models write them: `[TOOL_CALLS]` and a JSON list of objects with `name` and `arguments`, or,
 since tokenizer version 11, `[TOOL_CALLS]name[ARGS]{...}` for each call (perhaps with a `[CALL_ID]` between)."""
 
-from collections.abc import Callable
-
-from tokenmill_server.parsing.events import CallStart, Event, Text, held_back, may_become
-from tokenmill_server.parsing.json_calls import ArgumentsReader, CallReader
+from tokenmill_server.parsing.events import CallStart, Event, may_become
+from tokenmill_server.parsing.json_calls import ArgumentsReader
+from tokenmill_server.parsing.tagged_calls import TaggedCallParser
 
 _CALLS = "[TOOL_CALLS]"
 _ARGS = "[ARGS]"
@@ -13,41 +12,15 @@ _SEPARATORS = " \t\r\n,;]"
 _MAX_NAME_CHARS = 256
 
 
-class MistralParser:
+class MistralParser(TaggedCallParser):
     """What follows the tag and is neither is text."""
 
     tags = (_CALLS, _ARGS, _CALL_ID)
+    opening_tag = _CALLS
 
     def __init__(self) -> None:
-        self._buffer = ""
-        self._state: Callable[[list[Event]], bool] = self._in_text
-        self._reader = CallReader()
+        super().__init__()
         self._arguments = ArgumentsReader()
-        self._opening = ""
-        """The tag and what followed, while that may be text."""
-
-    def push(self, text: str) -> list[Event]:
-        self._buffer += text
-        events: list[Event] = []
-        while self._buffer and self._state(events):
-            pass
-        return events
-
-    def finish(self) -> list[Event]:
-        held = self._opening + ("" if self._reader.started else self._reader.raw) + self._buffer
-        self._buffer = self._opening = ""
-        return [Text(held)] if held and self._state != self._after_call else []
-
-    def _in_text(self, events: list[Event]) -> bool:
-        before, tag, after = self._buffer.partition(_CALLS)
-        if tag:
-            self._buffer, self._opening, self._state = after, _CALLS, self._opened
-        else:
-            cut = len(before) - held_back(before, (_CALLS,))
-            before, self._buffer = before[:cut], before[cut:]
-        if before:
-            events.append(Text(before))
-        return bool(tag)
 
     def _opened(self, _events: list[Event]) -> bool:
         """A list of objects, one object, or the name of a function."""
@@ -59,25 +32,7 @@ class MistralParser:
         return bool(rest)
 
     def _in_list(self, events: list[Event]) -> bool:
-        rest = self._buffer.lstrip("[" + _SEPARATORS)
-        self._opening += self._buffer[: len(self._buffer) - len(rest)]
-        self._buffer = rest
-        if rest.startswith("{"):
-            self._reader, self._state = CallReader(), self._in_call
-        elif rest:
-            self._give_up(self._opening, events)
-        return bool(rest)
-
-    def _in_call(self, events: list[Event]) -> bool:
-        end = self._reader.feed(self._buffer, 0, events)
-        self._buffer = self._buffer[end:]
-        if self._reader.started:
-            self._opening = ""
-        if self._reader.failed:
-            self._give_up(self._opening + self._reader.raw, events)
-        elif self._reader.done:
-            self._state = self._after_call
-        return bool(self._buffer)
+        return self._seek_call("[" + _SEPARATORS, events)
 
     def _in_name(self, events: list[Event]) -> bool:
         cut = next((index for index, character in enumerate(self._buffer) if character in "[{"), None)
@@ -113,14 +68,9 @@ class MistralParser:
     def _after_call(self, _events: list[Event]) -> bool:
         self._buffer = self._buffer.lstrip(_SEPARATORS)
         if self._buffer.startswith("{"):
-            self._reader, self._state = CallReader(), self._in_call
+            self._begin_call()
         elif may_become(self._buffer, _CALLS):
             return False
         else:
             self._state = self._in_text
         return True
-
-    def _give_up(self, text: str, events: list[Event]) -> None:
-        self._opening, self._reader, self._state = "", CallReader(), self._in_text
-        if text:
-            events.append(Text(text))
