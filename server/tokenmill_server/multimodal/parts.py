@@ -29,7 +29,7 @@ _MAX_UUID_CHARS = 1024
 _MAX_IGNORED = 32
 """Keys without effect that are noted; more would not be shown."""
 _KEYS = {
-    **dict.fromkeys(TEXT_PARTS, frozenset({"type", "text"})),
+    **{kind: frozenset({"type", key}) for kind, key in TEXT_PARTS.items()},
     **dict.fromkeys(_IMAGE_KINDS, frozenset({"type", "image_url", "uuid", "detail"})),
     _LOCAL_KIND: frozenset({"type", "image_pil", "uuid", "detail"}),
     _VIDEO_KIND: frozenset({"type", "video_url", "uuid"}),

@@ -35,12 +35,17 @@ class CallPart:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         return {"index": self.index, **self.message_body()}
 
+    def function_body(self) -> Json:
+        """As `function_call` of a delta, or of a message."""
+        name = {} if self.id is None else {"name": self.name}
+        return {**name, "arguments": self.arguments}
+
     def message_body(self) -> Json:
         """As an entry of `tool_calls` of a message. It is a whole call."""
         return {
             "id": self.id,
             "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
+            "function": self.function_body(),
         }
 
 

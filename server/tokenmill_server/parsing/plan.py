@@ -23,6 +23,8 @@ class ToolPlan:
     """The one that is called, if only its arguments are in the output."""
     parallel: bool = True
     short_ids: bool = False
+    as_functions: bool = False
+    """The client knows one call of a function, and no list of them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +42,11 @@ class OutputPlan:
     def shows_reasoning(self) -> bool:
         """Whether thinking is part of the answer."""
         return self.reasoning is not None and self.include_reasoning
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether a call is shown as that of a function."""
+        return self.tools is not None and self.tools.as_functions
 
     @property
     def is_forced(self) -> bool:
@@ -79,4 +86,6 @@ class OutputPlan:
     def finish_reason(self, reason: str, num_calls: int) -> str:
         """A choice that stopped, and that called, ends for its calls, unless the client named the function."""
         named = self.tools is not None and self.tools.function is not None
-        return "tool_calls" if reason == "stop" and num_calls and not named else reason
+        if reason != "stop" or not num_calls or named:
+            return reason
+        return "function_call" if self.calls_functions else "tool_calls"

@@ -166,7 +166,8 @@ def _strftime_now(format_string: str) -> str:
     return datetime.now().strftime(format_string)
 
 
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts that are text, and where each has it."""
 
 
 def text_of_content(content: Any, path: str) -> str | None:
@@ -194,7 +195,8 @@ def text_of_content(content: Any, path: str) -> str | None:
                 f"{path}[{index}].type",
                 "unsupported_parameter",
             )
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequestError("a text part needs a string in 'text'", f"{path}[{index}].text")
-        texts.append(part["text"])
+        key = TEXT_PARTS[kind]
+        if not isinstance(part.get(key), str):
+            raise InvalidRequestError(f"a text part needs a string in '{key}'", f"{path}[{index}].{key}")
+        texts.append(part[key])
     return "\n".join(texts)

@@ -70,6 +70,8 @@ class ChatOptions:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     template: ChatTemplate | None = None
     """That of the request; None: the model's own."""
+    unread: Sequence[str] = ()
+    """Fields of the request that the template does not look at."""
 
 
 class InputProcessor:

@@ -32,13 +32,9 @@ def check_history(message: Message, path: str) -> Message:
 
     Raises InvalidRequestError naming the field at `path` that is malformed.
     """
-    for name in ("function_call", "tool_calls", *_REASONING):
+    for name in ("tool_calls", *_REASONING):
         if message.get(name) is not None and message["role"] != "assistant":
             raise InvalidRequestError(f"only messages of the assistant have {name}", f"{path}.{name}")
-    if message.get("function_call") is not None:
-        raise InvalidRequestError(
-            "function_call is not supported; use tool_calls", f"{path}.function_call", "unsupported_parameter"
-        )
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):

@@ -29,13 +29,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 def beam_options(fields: GenerationFields) -> BeamOptions | None:
-    """None: no beam search. Raises InvalidRequestError for what contradicts it, or does nothing without it."""
-    penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
+    """None: no beam search. Raises InvalidRequestError for what contradicts it."""
     if not fields.use_beam_search:
-        for name, has_effect in (("length_penalty", penalty != 1.0), ("early_stopping", fields.early_stopping)):
-            if has_effect:
-                raise InvalidRequestError(f"{name} needs use_beam_search", name)
         return None
+    penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
     for name, neutral in _WITHOUT_EFFECT.items():
         value = getattr(fields, name, None)
         # A number of log-probabilities may be 0, which is one for each token; False is none.

@@ -10,7 +10,9 @@ from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.processing.tool_history import check_history
 from tokenmill_server.protocol.fields import GenerationFields, Int, List
+from tokenmill_server.protocol.functions import read_function_use, with_tool_calls
 from tokenmill_server.protocol.tokenize import TokenizeRequest
+from tokenmill_server.protocol.tools import ToolUse, read_tool_use
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_PARTS = 10_000
@@ -37,6 +39,8 @@ class ChatRequest(GenerationFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """Without tools there are no calls to be parallel."""
+    functions: List[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Int | None = None
 
@@ -46,18 +50,31 @@ class ChatRequest(GenerationFields):
             raise InvalidRequestError("thinking_token_budget must be -1 or a number of tokens", "thinking_token_budget")
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
+    def tool_use(self) -> ToolUse | None:
+        """What may be called; None: nothing. Raises InvalidRequestError naming what is malformed."""
+        if self.functions is None and self.function_call is None:
+            return read_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        for name in ("tools", "tool_choice"):
+            if getattr(self, name) is not None:
+                raise InvalidRequestError(f"functions and {name} exclude each other; use tools alone", name)
+        return read_function_use(self.functions, self.function_call)
+
     def num_top_logprobs(self) -> int | None:
         """How many alternatives to report per token; None for no log-probabilities at all."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def token_limit(self) -> int | None:
-        if self.max_completion_tokens is not None:
-            if self.max_completion_tokens < 1:
-                raise InvalidRequestError("max_completion_tokens must be at least 1", "max_completion_tokens")
-            return self.max_completion_tokens
-        return self.max_tokens
+    def token_limit(self, most: int) -> int | None:
+        """None: what fits. Raises InvalidRequestError if `max_completion_tokens` is not between 1 and `most`, the
+        model's context length."""
+        limit = self.max_completion_tokens
+        if limit is not None and not 1 <= limit <= most:
+            raise InvalidRequestError(
+                f"max_completion_tokens must be at least 1 and at most {most}, the model's maximum context length",
+                "max_completion_tokens",
+            )
+        return self.max_tokens if limit is None else limit
 
 
 def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set[str]) -> ChatOptions:
@@ -84,7 +101,15 @@ def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set
         continue_final_message=continues,
         add_special_tokens=bool(request.add_special_tokens),
         template_variables=variables,
+        unread=_unread(request, template_variables),
     )
+
+
+def _unread(request: ChatRequest | TokenizeRequest, template_variables: Set[str]) -> list[str]:
+    """Fields for the template that it does not look at."""
+    given = request.chat_template_kwargs or {}
+    unread = [f"chat_template_kwargs.{name}" for name in given if name not in template_variables]
+    return unread if not request.documents or "documents" in template_variables else [*unread, "documents"]
 
 
 def parse_messages(messages: list[dict[str, Any]], parts: MediaParts) -> list[Message]:
@@ -113,6 +138,7 @@ def _check_num_parts(messages: list[dict[str, Any]]) -> None:
 
 
 def _parse_message(message: dict[str, Any], path: str, parts: MediaParts) -> Message:
+    message = with_tool_calls(message, path)
     role = message.get("role")
     if role not in _ROLES:
         raise InvalidRequestError(f"role must be one of {', '.join(_ROLES)}, got {shown(role)}", f"{path}.role")

@@ -216,8 +216,8 @@ def _is_default(*values: Any) -> Callable[[Any], bool]:
 
 
 UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "tools": _is_default([]),
-    "tool_choice": _is_default("none"),
+    **dict.fromkeys(("tools", "functions"), _is_default([])),
+    **dict.fromkeys(("tool_choice", "function_call"), _is_default("none")),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _is_default()),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), _is_default()),
     "modalities": _is_default(["text"]),
@@ -237,24 +237,43 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 }
 """Fields that would change the output but that this server does not implement, with the values that ask nothing."""
 
+INSTEAD = {
+    "guided_json": 'use structured_outputs: {"json": ...}, or response_format',
+    "guided_regex": 'use structured_outputs: {"regex": ...}',
+    "guided_choice": 'use structured_outputs: {"choice": [...]}',
+    "guided_grammar": 'use structured_outputs: {"grammar": ...}',
+    "guided_decoding_backend": "the server's --structured-outputs-config.backend chooses",
+    "guided_whitespace_pattern": 'use structured_outputs: {"json": ..., "whitespace_pattern": ...}',
+    "best_of": "it may only equal n; ask for n choices with logprobs, and take the best",
+}
+"""What to do in the place of such a field; the end of a sentence."""
+
 
 def refuse_unsupported(body: Json, known: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError for a field that would be without effect although the client relies on it. `known` are
     fields of the request, which some kinds of requests have."""
     for name in UNSUPPORTED.keys() & body.keys() - known.keys():
         if not UNSUPPORTED[name](body[name]) and not _is_moot(name, body):
-            raise InvalidRequestError(f"{name} is not supported by this server", name, "unsupported_parameter")
+            raise _unsupported(name)
     best_of = body.get("best_of")
     if best_of is not None and best_of != (body.get("n") or 1):
-        raise InvalidRequestError("best_of must equal n", "best_of", "unsupported_parameter")
+        raise _unsupported("best_of")
+
+
+def _unsupported(name: str) -> InvalidRequestError:
+    advice = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+    return InvalidRequestError(f"{name} is not supported by this server{advice}", name, "unsupported_parameter")
 
 
 def _is_moot(name: str, body: Json) -> bool:
     """Whether another field says that this one is to have no effect: tools that must not be called, and the choice
     among none."""
-    if name == "tools":
-        return isinstance(body["tools"], list) and body.get("tool_choice") == "none"
-    return name == "tool_choice" and body["tool_choice"] == "auto" and body.get("tools") == []
+    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if name == tools:
+            return isinstance(body[tools], list) and body.get(choice) == "none"
+        if name == choice:
+            return bool(body[choice] == "auto" and body.get(tools) == [])
+    return False
 
 
 def ignored_fields(body: Json, known: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,9 @@ class ParsedChat:
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if self.plan.shows_reasoning:
             message = _with_thinking(message, delta.reasoning or None)
-        if delta.calls:
+        if delta.calls and self.plan.calls_functions:
+            message["function_call"] = delta.calls[0].function_body()
+        elif delta.calls:
             message["tool_calls"] = [call.message_body() for call in delta.calls]
         return message
 
@@ -168,6 +170,8 @@ class ParsedChoiceStream:
             body = _with_thinking(body, delta.reasoning)
         if delta.content:
             body["content"] = delta.content
-        if delta.calls:
+        if delta.calls and self._parsed.plan.calls_functions:
+            body["function_call"] = delta.calls[0].function_body()
+        elif delta.calls:
             body["tool_calls"] = [call.body() for call in delta.calls]
         return body

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 MAX_TOOLS = 1024
 _MAX_NAME_CHARS = 256
 _CHOICES = ("none", "auto", "required")
-_KINDS = "none, auto, required or an object that names a function"
+_KINDS = "none, auto, required or an object that names a function or those that are allowed"
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,12 +20,21 @@ class ToolUse:
     """What a request says of tools. It has some."""
 
     tools: list[Json]
-    """As the client sent them."""
+    """As the client sent them, those that it allows."""
+    places: tuple[int, ...]
+    """Of each in the request."""
     choice: str
     """`none`, `auto`, `required` or `named`."""
     function: str | None
     """The one that is named."""
     parallel: bool
+    as_functions: bool = False
+    """The client knows functions, and at most one call of them."""
+
+    @property
+    def field(self) -> str:
+        """Of the request, where they are."""
+        return "functions" if self.as_functions else "tools"
 
     @property
     def is_forced(self) -> bool:
@@ -36,7 +45,7 @@ class ToolUse:
     def strict(self) -> list[tuple[int, str]]:
         """Places and names of the functions whose calls are to follow their schemas."""
         functions = [tool["function"] for tool in self.tools]
-        return [(index, function["name"]) for index, function in enumerate(functions) if function.get("strict")]
+        return [(place, each["name"]) for place, each in zip(self.places, functions, strict=True) if each.get("strict")]
 
     @property
     def schemas(self) -> dict[str, Any]:
@@ -63,9 +72,12 @@ def read_tool_use(tools: list[Json] | None, choice: str | Json | None, parallel:
         raise InvalidRequestError(f"tools has {len(tools)} entries, more than the limit of {MAX_TOOLS}", "tools")
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools[{index}]")
+    places = tuple(range(len(tools)))
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, places = _allowed_tools(choice, tools)
     function = _named_function(choice, tools) if isinstance(choice, dict) else None
     kind = "named" if function is not None else str(choice or "auto")
-    return ToolUse(tools, kind, function, parallel is not False)
+    return ToolUse([tools[place] for place in places], places, kind, function, parallel is not False)
 
 
 def _check_tool(tool: Json, path: str) -> None:
@@ -95,6 +107,32 @@ def _check_tool(tool: Json, path: str) -> None:
         raise InvalidRequestError(
             f"parameters must be a schema of type object, got {shown(declared)}", f"{path}.parameters.type"
         )
+
+
+def _allowed_tools(choice: Json, tools: list[Json]) -> tuple[str, tuple[int, ...]]:
+    """How tools are chosen, and the places of those that may be."""
+    path = "tool_choice.allowed_tools"
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        raise InvalidRequestError(
+            'tool_choice allows tools as {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}, '
+            "with the mode auto or required",
+            f"{path}.mode",
+        )
+    chosen = allowed.get("tools")
+    if not isinstance(chosen, list) or not 0 < len(chosen) <= MAX_TOOLS:
+        raise InvalidRequestError(f"the allowed tools are a list of 1 to {MAX_TOOLS}", f"{path}.tools")
+    names = [tool["function"]["name"] for tool in tools]
+    wanted = {_allowed_name(tool, names, f"{path}.tools[{index}]") for index, tool in enumerate(chosen)}
+    return allowed["mode"], tuple(place for place, name in enumerate(names) if name in wanted)
+
+
+def _allowed_name(tool: Any, names: list[str], path: str) -> str:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in names:
+        raise InvalidRequestError(f"an allowed tool names a function that is in tools, got {shown(tool)}", path)
+    return name
 
 
 def _named_function(choice: Json, tools: list[Json]) -> str:

@@ -15,7 +15,6 @@ from tokenmill_server.protocol.chunks import ChatShape, ChoiceStream
 from tokenmill_server.protocol.logprobs import num_logprobs
 from tokenmill_server.protocol.parsed_chat import ParsedChat, ParsedChoiceStream
 from tokenmill_server.protocol.replies import Json, chat_choice, chat_reply
-from tokenmill_server.protocol.tools import read_tool_use
 from tokenmill_server.routes.bodies import large_json_reply
 from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.output_plan import (
@@ -35,11 +34,11 @@ async def create_chat_completion(request: Request) -> Response:
     inputs, defaults = call.context.inputs, call.context.config.default_sampling
     media, parts = call.context.media, call.context.media_parts()
     messages = parse_messages(fields.messages, parts)
-    note_ignored(call.context, call.headers, parts.ignored)
-    tools = read_tool_use(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    tools = fields.tool_use()
     options = with_tools(call.context, call.context.chat_options(fields), tools)
-    note_ignored(call.context, call.headers, without_effect(call.context, fields, options, tools))
-    limit = fields.token_limit()
+    unused = without_effect(call.context, fields, options, tools, messages)
+    note_ignored(call.context, call.headers, [*parts.ignored, *options.unread, *unused])
+    limit = fields.token_limit(inputs.max_model_len)
     if limit is None and "max_tokens" in defaults:
         limit = min(defaults["max_tokens"], inputs.max_model_len)  # the model's own default may exceed what fits here
     sampling = fields.sampling_params(

@@ -33,41 +33,51 @@ def with_tools(context: ServerContext, options: ChatOptions, tools: ToolUse | No
     config, template = context.config, options.template or context.inputs.template
     knows_tools = template is not None and "tools" in template.variables
     if tools.choice == "auto":
-        _check_auto(config, knows_tools)
+        _check_auto(config, knows_tools, tools.field)
     if not knows_tools or (tools.choice == "none" and config.exclude_tools_when_tool_choice_none):
         return options
     return replace(options, template_variables={**options.template_variables, "tools": tools.tools})
 
 
-def _check_auto(config: ServerConfig, knows_tools: bool) -> None:
+def _check_auto(config: ServerConfig, knows_tools: bool, field: str) -> None:
     if not config.enable_auto_tool_choice:
         raise InvalidRequestError(
             "tool_choice auto is turned off at this server (--no-enable-auto-tool-choice)",
-            "tool_choice",
+            "tool_choice" if field == "tools" else "function_call",
             "unsupported_parameter",
         )
     if not knows_tools:
         raise InvalidRequestError(
             "this model's chat template has no tools; start the server with --chat-template FILE",
-            "tools",
+            field,
             "unsupported_parameter",
         )
     if config.tool_call_parser is None:
         raise InvalidRequestError(
             "this server does not know how the model writes calls of tools; start it with --tool-call-parser "
             f"{'|'.join(TOOL_TAGS)}",
-            "tools",
+            field,
             "unsupported_parameter",
         )
 
 
 def without_effect(
-    context: ServerContext, fields: ChatRequest, options: ChatOptions, tools: ToolUse | None
+    context: ServerContext,
+    fields: ChatRequest,
+    options: ChatOptions,
+    tools: ToolUse | None,
+    messages: Sequence[Message],
 ) -> list[str]:
-    """Names of what a request says of thinking, of tools, or of an answer beside them, that changes nothing."""
-    if fields.include_reasoning is False and context.config.reasoning_parser is None:
-        return ["include_reasoning", *_unused_tools(context, fields, options, tools)]
-    return _unused_tools(context, fields, options, tools)
+    """Names of fields that change nothing in this request, at this server."""
+    has_media = any(isinstance(message["content"], list) for message in messages)
+    is_unused = {
+        "echo": fields.echo and messages[-1]["role"] != "assistant",
+        "include_reasoning": fields.include_reasoning is False and context.config.reasoning_parser is None,
+        "max_tokens": fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens),
+        "media_io_kwargs": fields.media_io_kwargs and not has_media,
+        "mm_processor_kwargs": fields.mm_processor_kwargs and not has_media,
+    }
+    return [name for name, unused in is_unused.items() if unused] + _unused_tools(context, fields, options, tools)
 
 
 def _unused_tools(
@@ -79,7 +89,7 @@ def _unused_tools(
     if tools.is_forced:
         return ["response_format"] if has_format else []
     if "tools" not in options.template_variables:
-        return ["tools"]
+        return [tools.field]
     if tools.choice == "auto" and _can_tag_calls(context):
         return []
     unused = ["tool_choice"] if has_format and tools.choice == "auto" else []
@@ -109,7 +119,7 @@ def with_grammar_of_calls(
         if wanted is not None:
             wanted = answer_or_calls(wanted, parser, schemas, parallel=tools.parallel)
         elif tools.strict:
-            wanted = text_with_calls(parser, schemas, [name for _, name in tools.strict], "tools")
+            wanted = text_with_calls(parser, schemas, [name for _, name in tools.strict], tools.field)
     return msgspec.structs.replace(sampling, structured_outputs=wanted)
 
 
@@ -119,7 +129,7 @@ def _forced_calls(tools: ToolUse) -> StructuredOutputsParams:
         schema = arguments_schema(tools.schemas[tools.function])
     else:
         schema = calls_schema(tools.schemas.items(), parallel=tools.parallel)
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, param="tools")
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, param=tools.field)
 
 
 def _is_structured(fields: ChatRequest) -> bool:
@@ -168,6 +178,7 @@ def _tool_plan(context: ServerContext, tools: ToolUse) -> ToolPlan:
         function=tools.function,
         parallel=tools.parallel,
         short_ids=parser == "mistral",
+        as_functions=tools.as_functions,
     )
 
 

@@ -22,6 +22,7 @@ from tokenmill_server.protocol.beams import beam_options
 from tokenmill_server.protocol.chunks import StreamOptionsInEffect, StreamSession
 from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.logprobs import LogprobFormatter
+from tokenmill_server.protocol.partners import without_partner
 from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.request_log import ANSWER, answer_of, answer_so_far
 from tokenmill_server.routes.bodies import ModelT, parse, read_json
@@ -163,7 +164,8 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
         beams=beam_options(fields),
         headers={},
     )
-    note_ignored(context, call.headers, ignored_fields(body, model.model_fields))
+    ignored = ignored_fields(body, model.model_fields) + without_partner(fields)
+    note_ignored(context, call.headers, sorted(ignored))
     return call, fields
 
 

@@ -10,6 +10,7 @@ from tokenmill_server.context import ServerContext, context_of
 from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.processing.chat_template import Message
+from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.sampling_checks import check_token_ids
 from tokenmill_server.protocol.chat import parse_messages
 from tokenmill_server.protocol.fields import ignored_fields, refuse_unsupported
@@ -41,8 +42,9 @@ async def tokenize(request: Request) -> Response:
         token_ids = await _encode_text(context, fields.prompt or "", fields.add_special_tokens is not False)
     else:
         parts = context.media_parts()
-        token_ids = await _encode_chat(request, fields, parse_messages(fields.messages, parts), parts)
-        note_ignored(context, headers, parts.ignored)
+        messages, options = parse_messages(fields.messages, parts), _chat_options(context, fields)
+        note_ignored(context, headers, [*parts.ignored, *options.unread])
+        token_ids = await _encode_chat(request, fields, options, messages, parts)
     strings = await asyncio.to_thread(inputs.tokenizer.token_strings, token_ids) if fields.return_token_strs else None
     return json_reply(
         {
@@ -55,14 +57,17 @@ async def tokenize(request: Request) -> Response:
     )
 
 
+def _chat_options(context: ServerContext, fields: TokenizeRequest) -> ChatOptions:
+    tools = read_tool_use(fields.tools, fields.tool_choice, None)
+    return with_tools(context, context.chat_options(fields), tools)
+
+
 async def _encode_chat(
-    request: Request, fields: TokenizeRequest, messages: list[Message], parts: MediaParts
+    request: Request, fields: TokenizeRequest, options: ChatOptions, messages: list[Message], parts: MediaParts
 ) -> list[int]:
     """Images and videos are fetched, since their sizes count; then the prompt must fit, as in the chat route."""
     context = context_of(request)
     media = context.media
-    tools = read_tool_use(fields.tools, fields.tool_choice, None)
-    options = with_tools(context, context.chat_options(fields), tools)
     wishes = context.media_wishes(fields.media_io_kwargs, fields.mm_processor_kwargs)
     if media is None or not parts.sources:
         text = await context.inputs.chat_text(messages, options)

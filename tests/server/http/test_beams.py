@@ -56,8 +56,6 @@ def test_several_prompts_and_end_tokens(client: httpx.Client) -> None:
         ({"length_penalty": 101}, "length_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
-        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
-        ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
         ({"use_beam_search": "yes"}, "use_beam_search"),
     ],
 )

@@ -11,6 +11,8 @@ from tests.support.api_server import MODEL_NAME, Server, engine_config, run_serv
 from tests.support.sse import is_error, post_stream
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_server.protocol.chat import MAX_PARTS
+from tokenmill_server.protocol.fields import INSTEAD
+from tokenmill_server.protocol.partners import PARTNERS
 
 NESTED = json.loads('{"not": ' * 65 + "{}" + "}" * 65)
 """One level too deep."""
@@ -207,11 +209,85 @@ def test_tools_that_will_not_be_called(
     assert response.headers.get("x-ignored-fields") == ignored
 
 
-@pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "audio_url", "file", "refusal"])
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "audio_url", "file", "thinking"])
 def test_parts_that_are_no_text(client: httpx.Client, kind: str) -> None:
     parts = [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:"}}]
     response = client.post(CHAT, json={"messages": [{"role": "user", "content": parts}]})
     assert is_error(response, 400, "messages[0].content[1].type", "unsupported_parameter")
+
+
+def test_refusals_of_the_assistant_are_text(client: httpx.Client) -> None:
+    """As OpenAI's messages have them."""
+    for part in ({"type": "refusal", "refusal": "No."}, {"type": "output_text", "text": "No."}):
+        messages = [{"role": "assistant", "content": [part]}, {"role": "user", "content": "x"}]
+        body = {"messages": messages, "max_tokens": 1, "return_prompt_text": True}
+        assert "assistant\nNo.<" in client.post(CHAT, json=body).json()["prompt_text"]
+    broken = [{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}]
+    assert is_error(client.post(CHAT, json={"messages": broken}), 400, "messages[0].content[0].refusal")
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"truncation_side": "right", "truncate_prompt_tokens": 2}, None),
+        ({"stream_interval": 3}, "stream_interval"),
+        ({"stream_interval": 3, "stream": True}, None),
+        ({"stream_interval": 1}, None),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True, "use_beam_search": False}, "early_stopping"),
+        ({"early_stopping": True, "length_penalty": 2.0, "use_beam_search": True}, None),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"return_tokens_as_token_ids": True, "prompt_logprobs": 0}, None),
+    ],
+)
+def test_fields_without_their_partner(
+    client: httpx.Client, path: str, fields: dict[str, Any], ignored: str | None
+) -> None:
+    """They say how to do what the request does not ask for."""
+    body = completion() if path == PATH else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    response = client.post(path, json=body | fields)
+    assert response.status_code == 200
+    assert response.headers.get("x-ignored-fields") == ignored
+
+
+@pytest.mark.parametrize("name", PARTNERS)
+def test_every_field_with_a_partner_is_listed_alone(client: httpx.Client, name: str) -> None:
+    value = {"truncation_side": "left", "length_penalty": 0.5, "stream_interval": 2}.get(name, True)
+    assert client.post(PATH, json=completion(**{name: value})).headers["x-ignored-fields"] == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"echo": True}, "echo"),
+        ({"max_completion_tokens": 1}, "max_tokens"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"documents": []}, None),
+    ],
+)
+def test_fields_that_this_chat_does_not_use(client: httpx.Client, fields: dict[str, Any], ignored: str | None) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    response = client.post(CHAT, json=body | {"max_tokens": 2})
+    assert response.status_code == 200
+    assert response.headers.get("x-ignored-fields") == ignored
+    if "chat_template_kwargs" in fields or "documents" in fields:
+        assert client.post("/tokenize", json=body).headers.get("x-ignored-fields") == ignored
+
+
+def test_the_limit_is_named_as_the_client_named_it(client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert is_error(client.post(CHAT, json=body | {name: 8193}), 400, name)
+
+
+@pytest.mark.parametrize(("name", "advice"), INSTEAD.items())
+def test_what_is_not_there_names_what_is(client: httpx.Client, name: str, advice: str) -> None:
+    response = client.post(PATH, json=completion(**{name: 7}))
+    assert is_error(response, 400, name, "unsupported_parameter")
+    assert response.json()["error"]["message"].endswith(advice)
 
 
 def test_parts_that_are_nothing(client: httpx.Client) -> None:
@@ -288,7 +364,7 @@ def test_the_reply_names_fields_without_effect(client: httpx.Client, stream: boo
         **({"stream_options": {"include_usage": True, "include_obfuscation": False}} if stream else {}),
     }
     response = post_stream(client, CHAT, body) if stream else client.post(CHAT, json=body)
-    names = "function_call, functions, metadata, prediction, prompt_cache_key, safety_identifier, service_tier, store"
+    names = "metadata, prediction, prompt_cache_key, safety_identifier, service_tier, store"
     options = ", stream_options.include_obfuscation" if stream else ""
     assert response.headers["x-ignored-fields"] == f"{names}{options}, user, verbosity, web_search_options, wibble"
 
