@@ -3,6 +3,7 @@
 #
 #   ARGS=...      passed on:             make serve ARGS="--port 9000",  make test ARGS="tests/kernels -x"
 #   TORCH=X.Y.Z   another torch release: make install TORCH=2.11.0       (remembered until changed)
+#   JOBS=1        tests in how many processes at once, instead of 2
 #   PIP_ARGS=...  more options for pip, for example an index with another build of torch
 
 SHELL := /bin/bash
@@ -11,6 +12,10 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),$(shell sed -n 's/^torch==//p' constraints.txt))
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c $(VENV)/constraints.txt
+# Half of the tests' time is spent on the start of processes and on waiting, so two at once take little more than half as
+# long on two cores. A file's tests stay together, since they share servers and models.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 KERNEL_SOURCES := $(wildcard kernels/tokenmill_kernels/cpu/*.py kernels/tokenmill_kernels/cpu/csrc/*)
 
 .DEFAULT_GOAL := help
@@ -26,10 +31,10 @@ serve: $(VENV)/.stamp-serve $(VENV)/.stamp-kernels  ## start the server; ARGS= t
 
 test: install  ## all tests
 	tests/install_system_packages.sh
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: install  ## tests that take no more than a second or two each
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.stamp-test  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """What holds for every test: a clean environment, no network, the same random numbers, nothing left running."""
 
+import contextlib
 import glob
 import logging
 import operator
@@ -61,9 +62,13 @@ def _logging_as_it_was() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Ends what a failed test left running, so that it cannot disturb the next run."""
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Ends what a failed test left running, so that it cannot disturb the next run. Processes that run tests for this one
+    end first, and whatever they leave behind is no child of theirs any more then."""
     leftover = psutil.Process().children(recursive=True)
+    yield
     for process in leftover:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(leftover, timeout=5)

@@ -50,6 +50,7 @@ def test_no_runs_have_no_rows() -> None:
     assert PackedRuns([], CPU).attend(nothing, nothing, nothing).shape == (0, 32)
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_no_compiler_of_torch() -> None:
     program = """
 import sys, torch

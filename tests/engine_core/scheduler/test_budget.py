@@ -104,7 +104,7 @@ class TestDefault:
         [
             (CPU_135M.base, 256),
             (((1, 3e-3), (256, 20e-3), (512, 28e-3), (1024, 54e-3), (2048, 110e-3)), 512),
-            (((1, 0.1), (64, 0.9), (128, 1.75), (256, 3.5), (2048, 28.0)), 64),
+            pytest.param(((1, 0.1), (64, 0.9), (128, 1.75), (256, 3.5), (2048, 28.0)), 64, marks=pytest.mark.slow),
         ],
     )
     def test_without_measurements_it_finds_out(self, base: tuple[tuple[int, float], ...], best: int) -> None:

@@ -177,6 +177,7 @@ class TestUnderLoad:
         assert sum(num_tokens > 1024 for num_tokens in mixed) < 0.01 * len(mixed)
         assert np.percentile(loop.gaps, 99) < 0.040
 
+    @pytest.mark.slow
     def test_visits_cost_next_to_nothing(self) -> None:
         ours = closed_loop(H100_8B_FLAT, H100_8B_FLAT.prefill_costs(SIZES, PROMPT_LEN))
         fixed = closed_loop(H100_8B_FLAT, (), explicit=1024)

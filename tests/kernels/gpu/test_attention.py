@@ -70,7 +70,7 @@ def test_against_reference(shape: PagedShape, requests: Sequence[tuple[int, int]
     check(paged_batch(shape, requests), **options)
 
 
-@pytest.mark.parametrize("num_requests", [5, 60])
+@pytest.mark.parametrize("num_requests", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_tiles_for_fast_memory(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = decode_config(128, torch.float16, num_requests, torch.device("cpu"))
     monkeypatch.setattr(attention_tiles, "device_limits", lambda device: DeviceLimits(3, 228 << 10, 4.8e12))

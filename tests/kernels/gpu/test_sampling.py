@@ -139,6 +139,7 @@ def test_more_ties_than_the_list_holds() -> None:
     assert workspace.num_listed[:, 0].max() > search.LIST_SIZE.value
 
 
+@pytest.mark.slow
 def test_few_tokens_with_any_weight() -> None:
     vocab_size = 9001
     params = [

@@ -250,6 +250,7 @@ def test_a_decoder_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_pa
         read(video_file(FRAMES))
 
 
+@pytest.mark.slow
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file cannot make its decoder take more than the limits leave it."""
     data = video_file(moving(3, 1024, 1024))
