@@ -13,9 +13,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),$(shell sed -n 's/^torch==//p' constraints.txt))
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c $(VENV)/constraints.txt
 # Half of the tests' time is spent on the start of processes and on waiting, so two at once take little more than half as
-# long on two cores. A file's tests stay together, since they share servers and models.
+# long on two cores. A file's tests stay together, since they share servers and models, and files keep their order: those
+# that start servers for a whole run come late.
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 KERNEL_SOURCES := $(wildcard kernels/tokenmill_kernels/cpu/*.py kernels/tokenmill_kernels/cpu/csrc/*)
 
 .DEFAULT_GOAL := help

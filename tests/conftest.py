@@ -6,6 +6,7 @@ import logging
 import operator
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Child processes that are part of a test are modules of `tests`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+# A shell ignores Ctrl-C for what runs in the background, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Several processes of a test share few cores, where threads of torch that spin while they wait for each other take the
 # time of those that they wait for: what takes a small model 6 ms takes it 140 then.
 os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -64,8 +68,8 @@ def _logging_as_it_was() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Ends what a failed test left running, so that it cannot disturb the next run. Processes that run tests for this one
-    end first, and whatever they leave behind is no child of theirs any more then."""
+    """Ends what a failed test left running, so that it cannot disturb the next run. Processes that run tests for this
+    one end in between; what they left running then is no child of theirs any more."""
     leftover = psutil.Process().children(recursive=True)
     yield
     for process in leftover:

@@ -1,5 +1,6 @@
 """The wheel and the editable install, each in an environment of its own."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +25,11 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    """What it prints. It must not find the sources by PYTHONPATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
 

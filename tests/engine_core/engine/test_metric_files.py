@@ -1,5 +1,6 @@
 """Metric files of several processes: merging is exact, also over dead and restarted ones, and says what each costs."""
 
+import json
 import os
 import re
 import signal
@@ -114,6 +115,23 @@ def test_a_process_that_is_retired_during_a_scrape_does_not_end_it(
     assert values['tokenmill:generation_tokens_total{engine="0",model_name="m"}'] == 7
 
 
+_LAUNCHER = """
+import json, os, subprocess, sys
+from pathlib import Path
+from tokenmill_engine.metric_files import render_metrics
+folder, titled, *titles = sys.argv[1:]
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+children = [subprocess.Popen([sys.executable, "-c", titled, title], **pipes) for title in titles]
+for child in children:
+    child.stdout.readline()
+for child in children[:3]:  # workers write no metrics
+    Path(folder, f"counter_{child.pid}.db").touch()
+pages = [render_metrics(folder, os.getpid(), has_workers=each).decode() for each in (True, False)]
+print(json.dumps([pages, children[0].pid]), flush=True)
+sys.stdin.read()
+for child in children:
+    child.communicate()
+"""
 _TITLED = """
 import setproctitle, sys, time
 setproctitle.setproctitle(sys.argv[1])
@@ -126,21 +144,17 @@ sys.stdin.read()
 def test_each_living_process_of_a_server_says_what_it_costs(tmp_path: Path) -> None:
     """By its role, not by its number; strangers that have the number of a dead one are left out."""
     titles = ["tokenmill: engine core 0", "tokenmill: api server 0", "stranger", "tokenmill: worker 0.1"]
-    children = [
-        subprocess.Popen([sys.executable, "-c", _TITLED, title], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for title in titles
-    ]
+    # Whose children are these alone: servers of other tests may be children of this process.
+    command = [sys.executable, "-c", _LAUNCHER, str(tmp_path), _TITLED, *titles]
+    launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        for child in children:
-            assert child.stdout is not None
-            child.stdout.readline()
-        for child in children[:3]:  # workers write no metrics
-            (tmp_path / f"counter_{child.pid}.db").touch()
-        for has_workers in (True, False):
-            values = samples(render_metrics(str(tmp_path), os.getpid(), has_workers=has_workers).decode())
+        assert launcher.stdout is not None
+        pages, engine_pid = json.loads(launcher.stdout.readline())
+        for has_workers, page in zip((True, False), pages, strict=True):
+            values = samples(page)
             roles = {match[1] for name in values if (match := re.search(r'process="([^"]*)"', name))}
             assert roles == {"engine core 0", "api server 0", *(["worker 0.1"] if has_workers else [])}
-        engine = psutil.Process(children[0].pid)
+        engine = psutil.Process(engine_pid)
         label = '{process="engine core 0"}'
         assert values[f"process_start_time_seconds{label}"] == pytest.approx(engine.create_time(), abs=1)
         assert values[f"process_resident_memory_bytes{label}"] == pytest.approx(engine.memory_info().rss, rel=0.2)
@@ -150,8 +164,7 @@ def test_each_living_process_of_a_server_says_what_it_costs(tmp_path: Path) -> N
         assert values[f"process_max_fds{label}"] >= 3
         assert any(name.startswith("python_info{") for name in values)
     finally:
-        for child in children:
-            child.communicate()
+        launcher.communicate()
 
 
 def test_a_launcher_that_is_not_ours_is_left_out(tmp_path: Path) -> None:
