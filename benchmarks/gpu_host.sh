@@ -19,7 +19,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 wheels=(fastapi starlette opentelemetry-api pydantic pydantic-core annotated-types typing-inspection typing-extensions uvicorn
-        httptools pyzmq msgspec gguf pillow blake3 av xgrammar llguidance apache-tvm-ffi
+        httptools fastokens pyzmq msgspec gguf pillow blake3 av xgrammar llguidance apache-tvm-ffi
         setproctitle pytest-asyncio)
 scratch=${SCRATCH:-/tmp/tokenmill}
 

@@ -6,6 +6,7 @@ engine cores are ready. Never imports torch or transformers.
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import hashlib
 import logging
@@ -15,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +222,7 @@ class ApiServer:
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
+            _return_free_memory()
             await self._follow(server)
 
     async def _follow(self, server: HttpServer) -> None:
@@ -307,6 +310,12 @@ class ApiServer:
         if self._context.media is not None:
             self._context.media.give_up(reason)
         self._context.generator.fail_all(reason)
+
+
+def _return_free_memory() -> None:
+    """What reading a vocabulary took for a moment is as much as all that is kept of it."""
+    with suppress(AttributeError, OSError):  # other libraries than glibc have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _fingerprint(start: ApiServerStart) -> str:

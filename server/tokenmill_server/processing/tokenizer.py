@@ -1,9 +1,10 @@
-"""Text to token ids and back, with the `tokenizers` library alone (transformers would import torch).
+"""Text to token ids and back, without transformers, which would import torch.
 
 Owns the vocabulary of one model. Knows nothing of requests or templates.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,15 @@ from tokenmill_engine.config.gguf_file import is_gguf
 from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
 from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
 from tokenmill_engine.vocabulary.token_bytes import build_token_bytes
+from tokenmill_server.processing.fast_encoder import make_fast_encoder
 
-# Requests are tokenized one at a time; a thread pool of the library's own would only compete with the event loop.
+logger = logging.getLogger(__name__)
+
+# Requests are tokenized one at a time; thread pools of the libraries' own would only compete with the event loop.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
-_MAX_INLINE_CHARS = 4096
+_MAX_INLINE_CHARS, _MAX_INLINE_CHARS_FAST = 4096, 16384
 """Longer texts are tokenized in a thread: about a millisecond of work, more would delay open streams."""
 
 
@@ -29,6 +34,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._fast = make_fast_encoder(backend)
+        self._max_inline_chars = _MAX_INLINE_CHARS if self._fast is None else _MAX_INLINE_CHARS_FAST
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.token_bytes = build_token_bytes(backend)
@@ -49,11 +56,16 @@ class Tokenizer:
 
     async def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Like `encode` for each text, without blocking the event loop for long."""
-        if sum(map(len, texts)) <= _MAX_INLINE_CHARS:
+        if sum(map(len, texts)) <= self._max_inline_chars:
             return [self.encode(text, add_special_tokens) for text in texts]
         return await asyncio.to_thread(self._encode_batch, texts, add_special_tokens)
 
     def _encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        if self._fast is not None:
+            try:
+                return [self._fast.encode(text, add_special_tokens).ids for text in texts]
+            except Exception as error:  # of limits of its own; what is no text at all the other one refuses as well
+                logger.info("fastokens failed, a text is encoded by tokenizers: %s", type(error).__name__)
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
