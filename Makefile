@@ -50,7 +50,7 @@ format: $(VENV)/.stamp-test  ## put the code into shape
 bench: $(VENV)/.stamp-serve $(VENV)/.stamp-kernels  ## the benchmarks of benchmarks/README.md on this machine
 	$(BIN)/python benchmarks/run_cpu.py $(ARGS)
 
-pages: $(VENV)/.stamp-serve  ## write docs/flags.md and docs/metrics.md from the code
+pages: $(VENV)/.stamp-serve  ## write docs/flags.md, docs/metrics.md and docs/compatibility.md
 	$(BIN)/python docs/make_pages.py
 
 constraints: $(VENV)/.stamp-test  ## pin the versions that are installed now

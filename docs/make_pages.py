@@ -1,13 +1,22 @@
-"""Writes docs/flags.md and docs/metrics.md from the code: `make pages`. Tests compare the pages with the code.
+"""Writes docs/flags.md and docs/metrics.md from the code, and docs/compatibility.md from the rows that tests try: `make
+pages`. Tests compare the pages with what they are made from.
 
-What the pages say in prose is in `flags.head.md` and `metrics.head.md` beside them.
+What the pages say in prose is in `flags.head.md` and others beside them.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric, PlatformCollector
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.support.compatibility.fields import FIELDS
+from tests.support.compatibility.flags import VLLM_FLAGS
+from tests.support.compatibility.replies import REPLIES
+from tests.support.compatibility.routes import ROUTES
+from tests.support.compatibility.rows import FieldRow, Status
 from tokenmill_engine.metric_files import ProcessCollector, ProcessFacts
 from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics, LauncherMetrics
 from tokenmill_server.flags.flag import Arity, Flag, Group
@@ -15,6 +24,7 @@ from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
 
 DOCS = Path(__file__).parent
+ABSENT = Status.ABSENT
 
 
 def flags_page() -> Iterator[str]:
@@ -88,7 +98,53 @@ def _labels(metric: Metric) -> str:
     return ", ".join(sorted(names))
 
 
+def compatibility_page() -> Iterator[str]:
+    """Chunks of docs/compatibility.md."""
+    yield (DOCS / "compatibility.head.md").read_text()
+    yield "\n## Routes\n\n"
+    yield from _table(
+        ("route", "", "remarks"), ((f"`{row.method} {row.path}`", row.status, row.note) for row in ROUTES)
+    )
+    for path, rows in FIELDS.items():
+        yield f"\n## Fields of `{path}`\n\n"
+        yield from _table(
+            ("field", "", "remarks"), (_field_cells(row) for row in sorted(rows, key=lambda row: row.name))
+        )
+    yield "\n## Fields of answers\n\nNo answer has others.\n"
+    for kind, replies in REPLIES.items():
+        yield f"\n### {kind.capitalize()}\n\n"
+        there = [f"`{row.path}`" + (f" ({row.note})" if row.note else "") for row in replies if row.status != ABSENT]
+        yield "; ".join(there) + ".\n\nNot there: "
+        yield ", ".join(f"`{row.path}`" for row in replies if row.status == ABSENT) + ".\n"
+    yield "\n## Flags of `vllm serve`\n"
+    for group, names in VLLM_FLAGS.items():
+        yield f"\n### {group}\n\n"
+        yield from _table(("flag", "", "remarks"), (_flag_cells(name) for name in names.split()))
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    head = list(head)
+    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
+    for cells in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _field_cells(row: FieldRow) -> tuple[str, str, str]:
+    remarks = [f"with `{row.needs}`, else refused"] if row.needs else []
+    return f"`{row.name}`", row.status, "; ".join([*remarks, *([row.note] if row.note else [])])
+
+
+def _flag_cells(name: str) -> tuple[str, str, str]:
+    key = name.replace("-", "_")
+    if key in FLAGS:
+        return f"`--{name}`", "works", ""
+    row = UNSUPPORTED[key]
+    neutral = " or ".join(f"`{value}`" for value in sorted(row.neutral - {""}))
+    return f"`--{name}`", f"only {neutral}, else a start error" if neutral else "a start error", row.remark
+
+
 def main() -> None:
+    (DOCS / "compatibility.md").write_text("".join(compatibility_page()))
     (DOCS / "flags.md").write_text("".join(flags_page()))
     (DOCS / "metrics.md").write_text("".join(metrics_page()))
 

@@ -30,7 +30,7 @@ def page_ids(page: Path) -> str:
     return str(page.relative_to(REPO))
 
 
-@pytest.mark.parametrize("page", ["flags", "metrics"])
+@pytest.mark.parametrize("page", ["compatibility", "flags", "metrics"])
 def test_generated_pages_are_current(page: str) -> None:
     generate = f"import make_pages; print(''.join(make_pages.{page}_page()), end='')"
     made = subprocess.run(

@@ -59,6 +59,7 @@ _ROWS = [
     *_values(
         "device-ids", "distributed-timeout-seconds", "all2all-backend", "eplb-config", "expert-placement-strategy"
     ),
+    *_values("dp-sync-interval", "numa-bind-nodes", "numa-bind-cpus"),
     *_switches("false", "enable-eplb", "enable-dbo", "numa-bind"),
     # Model and loading
     _value("quantization", "none", short="-q"),
@@ -107,7 +108,7 @@ _ROWS = [
     *_values("scheduler-cls", "max-num-partial-prefills", "max-long-partial-prefills"),
     # Multimodal, LoRA, speculation, structured output
     _value("mm-hasher-algorithm", "blake3"),
-    _value("video-pruning-rate"),
+    *_values("video-pruning-rate", "mm-encoder-attn-backend", "default-mm-loras"),
     *_switches("false", "enable-mm-embeds", "interleave-mm-strings"),
     *_switches("false", "enable-lora", "fully-sharded-loras"),
     *_values("max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "lora-modules", "lora-target-modules"),
@@ -122,6 +123,11 @@ _ROWS = [
     # Frontend
     _value("chat-template-content-format", "auto"),
     _value("response-role", "assistant"),
+    _value("reasoning-effort-map"),
+    _switch("enable-log-deltas", "true", remark="no text of answers is logged"),
+    _value(
+        "disable-access-log-for-endpoints", remark="there is no access log; --enable-log-requests leaves probes out"
+    ),
     _value("uvicorn-log-level", "info", remark="use --log-level"),
     *_switches("false", "enable-server-load-tracking", "enable-tokenizer-info-endpoint"),
     *_switches("false", "enable-log-outputs", "log-error-stack", "enable-ssl-refresh", "grpc"),
@@ -130,11 +136,14 @@ _ROWS = [
     *_switches("true", "enable-request-id-headers"),
     *_values("tool-parser-plugin", "tool-server", "tool-strict-level", "reasoning-parser-plugin"),
     *_values("middleware", "max-log-len"),
-    *_values("h11-max-incomplete-event-size", "h11-max-header-count", "fingerprint-mode", "grpc-port"),
+    *_values("h11-max-incomplete-event-size", "h11-max-header-count", "fingerprint-value", "grpc-port"),
+    _value("fingerprint-mode", "full"),
     # Observability
     *_switches("false", "aggregate-engine-logging", "kv-cache-metrics", "enable-mfu-metrics", "cudagraph-metrics"),
     *_values("otlp-traces-endpoint", "collect-detailed-traces", "show-hidden-metrics-for-version"),
-    *_values("custom-histogram-buckets", "profiler-config", "additional-config"),
+    *_values("custom-histogram-buckets", "profiler-config", "additional-config", "kv-cache-metrics-sample"),
+    _switch("enable-logging-iteration-details", "false"),
+    _value("per-request-spec-decode-metrics", "none"),
 ]
 
 UNSUPPORTED = MappingProxyType({row.key: row for row in _ROWS})

@@ -1,0 +1,40 @@
+"""Routes of OpenAI's API and of vLLM."""
+
+from tests.support.compatibility.rows import RouteRow, Status
+
+_MESSAGES = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+ROUTES = (
+    RouteRow("POST", "/v1/chat/completions", body=_MESSAGES),
+    RouteRow("POST", "/v1/completions", body={"prompt": "x", "max_tokens": 1}),
+    RouteRow("GET", "/v1/models"),
+    RouteRow("GET", "/v1/models/{model_id}"),
+    RouteRow("POST", "/tokenize", body={"prompt": "x"}),
+    RouteRow("POST", "/detokenize", body={"tokens": [7]}),
+    RouteRow("GET", "/health", Status.DIFFERS, note="503 also while loading, draining or stalled; the body says why"),
+    RouteRow("GET", "/ping", Status.DIFFERS, note="as `/health`"),
+    RouteRow("POST", "/ping", Status.DIFFERS, note="as `/health`"),
+    RouteRow("GET", "/version"),
+    RouteRow("GET", "/metrics", note="names begin with `tokenmill:` or, by a flag, `vllm:`"),
+    RouteRow("GET", "/openapi.json"),
+    RouteRow("GET", "/docs"),
+    RouteRow("GET", "/redoc"),
+    *(
+        RouteRow(method, path, Status.ABSENT)
+        for method, path in (
+            ("POST", "/v1/chat/completions/batch"),
+            ("POST", "/v1/responses"),
+            ("POST", "/v1/messages"),
+            ("POST", "/v1/audio/transcriptions"),
+            ("POST", "/v1/audio/translations"),
+            ("POST", "/pooling"),
+            ("POST", "/classify"),
+            ("POST", "/invocations"),
+            ("POST", "/v1/load_lora_adapter"),
+            ("POST", "/sleep"),
+            ("POST", "/reset_prefix_cache"),
+            ("POST", "/start_profile"),
+            ("POST", "/inference/v1/generate"),
+        )
+    ),
+)
