@@ -1,7 +1,10 @@
 """How structured outputs are made."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+MAX_WHITESPACE: Final = 32
+"""Characters in a row between the parts of JSON: models that have nothing to say would write it for ever."""
 
 StructuredBackend = Literal["auto", "xgrammar", "guidance"]
 

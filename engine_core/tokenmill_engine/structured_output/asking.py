@@ -37,6 +37,8 @@ class Answer:
     compiled: str | None
     """For `load` of the same backend; None: `error` says why there is nothing."""
     error: str = ""
+    is_for_another: bool = False
+    """It is nothing for this library, as `NotExpressibleError` says."""
 
 
 def send(sock: socket.socket, message: Question | Answer) -> None:

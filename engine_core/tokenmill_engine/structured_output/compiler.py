@@ -12,7 +12,7 @@ from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.errors import EngineError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.structured_output.asking import BACKENDS, BEGUN, Answer, BackendName, Question, receive, send
-from tokenmill_engine.structured_output.grammar import GrammarError
+from tokenmill_engine.structured_output.grammar import GrammarError, NotExpressibleError
 
 _MODULE = "tokenmill_engine.structured_output.compiler_process"
 _PATIENCE_S = 60.0
@@ -69,7 +69,7 @@ class GrammarCompiler:
             raise GrammarError(f"it takes more than {question.limit_s:g} s to prepare, which is the limit")
         answer: Answer = pickle.loads(data[len(BEGUN) :])
         if answer.compiled is None:
-            raise GrammarError(answer.error)
+            raise (NotExpressibleError if answer.is_for_another else GrammarError)(answer.error)
         return answer.compiled
 
     def close(self) -> None:

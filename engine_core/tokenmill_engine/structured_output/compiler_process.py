@@ -19,7 +19,7 @@ from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc.lifecycle import become_child
 from tokenmill_engine.structured_output.asking import BACKENDS, BEGUN, Answer, Question, receive, send
 from tokenmill_engine.structured_output.backends import Backends
-from tokenmill_engine.structured_output.grammar import GrammarError
+from tokenmill_engine.structured_output.grammar import GrammarError, NotExpressibleError
 
 _NICENESS = 10
 """Steps go first where cores are few."""
@@ -75,7 +75,7 @@ def _serve(job: socket.socket, backends: Backends) -> NoReturn:
     try:
         answer = Answer(backends.of(question.backend).compile(question.spec))
     except GrammarError as error:
-        answer = Answer(None, error.message)
+        answer = Answer(None, error.message, isinstance(error, NotExpressibleError))
     except TokenmillError as error:
         answer = Answer(None, f"the model's tokenizer is of no use for grammars: {error}")
     except MemoryError:

@@ -12,6 +12,10 @@ class GrammarError(InvalidRequestError):
     """What is asked of the output cannot be had: it is malformed, not supported, or takes too long to prepare."""
 
 
+class NotExpressibleError(GrammarError):
+    """It is nothing for this library; another one may know it."""
+
+
 class Matcher(Protocol):
     """How far one output has come in its grammar."""
 

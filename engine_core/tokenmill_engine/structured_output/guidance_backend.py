@@ -3,16 +3,21 @@ grows, within limits of the library's own."""
 
 import json
 import re
+from dataclasses import astuple
 from typing import Any, Final
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill_engine.config.structured_output import MAX_WHITESPACE
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
-from tokenmill_engine.structured_output.grammar import GrammarError
+from tokenmill_engine.structured_output import thinking_limit
+from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
 from tokenmill_engine.structured_output.schemas import refuse_open_escape, with_closed_objects, without_unknown_formats
-from tokenmill_engine.structured_output.xgrammar_backend import MAX_WHITESPACE, is_lark
+from tokenmill_engine.structured_output.tag_grammar import lark_of_tag
+from tokenmill_engine.structured_output.thinking_limit import Limit, LimitedGrammar, Spelling
+from tokenmill_engine.structured_output.xgrammar_backend import is_lark
 from tokenmill_engine.vocabulary.vocabulary import Vocabulary
 
 _FORMATS: Final = frozenset(
@@ -40,13 +45,19 @@ class GuidanceBackend:
             eos_token=list(vocabulary.end_token_ids),
         )
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._spelling = Spelling(vocabulary.token_bytes, self._tokenizer.greedy_tokenize)
 
     def compile(self, spec: StructuredSpec) -> str:
         """Raises GrammarError for what is malformed or not supported."""
         try:
-            grammar = _grammar_of(spec)
+            return json.dumps(
+                [self._tried(grammar) if isinstance(grammar, str) else grammar for grammar in _grammars_of(spec)]
+            )
         except ValueError as error:
             raise GrammarError(_report(str(error))) from error
+
+    def _tried(self, grammar: str) -> str:
+        """Raises GrammarError for one that is too much."""
         matcher = self._matcher(grammar)
         # Most of the work is done for the first masks and tokens, and what is too much is seen then.
         for _ in range(_NUM_TRIED):
@@ -58,9 +69,16 @@ class GuidanceBackend:
             _check(matcher)
         return grammar
 
-    def load(self, compiled: str) -> "GuidanceGrammar":
+    def load(self, compiled: str) -> Grammar:
         """As `GrammarBackend`."""
-        return GuidanceGrammar(self._matcher(compiled), _BASE_BYTES + _BYTES_PER_CHAR * len(compiled))
+        first, *others = json.loads(compiled)
+        if not others:
+            return self._loaded(first)
+        closing, limit = others
+        return LimitedGrammar(Limit(*limit), self._loaded(first), self._loaded(closing), self._spelling)
+
+    def _loaded(self, grammar: str) -> "GuidanceGrammar":
+        return GuidanceGrammar(self._matcher(grammar), _BASE_BYTES + _BYTES_PER_CHAR * len(grammar))
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -115,13 +133,50 @@ class _Tokens:
         return self._encode(text)
 
 
+def _grammars_of(spec: StructuredSpec) -> list[Any]:
+    """The grammar; or one of an output that thinks, one of its end, and the limit between them."""
+    if spec.kind is not StructuredKind.STRUCTURAL_TAG:
+        return [_grammar_of(spec)]
+    tag, layout = json.loads(spec.text), _Layout(spec)
+    limited = thinking_limit.split(tag)
+    if limited is None:
+        return [lark_of_tag(tag, layout)]
+    limit, *tags = limited
+    return [*(lark_of_tag(each, layout) for each in tags), astuple(limit)]
+
+
+class _Layout:
+    """As `tag_grammar.Layout`."""
+
+    def __init__(self, spec: StructuredSpec) -> None:
+        self.has_others = spec.additional_properties
+        self._spec = spec
+
+    def __call__(self, part: dict[str, Any]) -> str:
+        most = part.get("max_whitespace_cnt")
+        layout = _layout(self._spec, most if type(most) is int and most >= 0 else None)
+        if part.get("whitespace_pattern") is not None:
+            layout = _layout(self._spec, 0) | {"whitespace_pattern": part["whitespace_pattern"]}
+        layout |= {"lenient": part.get("lenient") is True}
+        others = part.get("additional_properties")
+        schema = _prepared(part.get("json_schema"), self.has_others if others is None else others)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise GrammarError("the schema of a structural tag must be an object or true")
+        return json.dumps({**schema, "x-guidance": layout})
+
+
+def _prepared(schema: Any, has_others: object) -> Any:
+    schema = without_unknown_formats(schema, _FORMATS)
+    return schema if has_others else with_closed_objects(schema)
+
+
 def _grammar_of(spec: StructuredSpec) -> str:
     matcher = llguidance.LLMatcher
     match spec.kind:
         case StructuredKind.JSON:
-            schema = without_unknown_formats(json.loads(spec.text), _FORMATS)
-            if not spec.additional_properties:
-                schema = with_closed_objects(schema)
+            schema = _prepared(json.loads(spec.text), spec.additional_properties)
             return matcher.grammar_from_json_schema(json.dumps(schema), overrides=_layout(spec))
         case StructuredKind.JSON_OBJECT:
             return matcher.grammar_from_json_schema('{"type": "object"}', overrides=_layout(spec))
@@ -136,7 +191,7 @@ def _grammar_of(spec: StructuredSpec) -> str:
         case StructuredKind.GRAMMAR:
             return matcher.grammar_from_lark(spec.text if is_lark(spec.text) else _lark_of(spec.text))
         case StructuredKind.STRUCTURAL_TAG:
-            raise GrammarError("structural tags need the backend xgrammar, or auto")
+            raise AssertionError(spec.kind)
 
 
 def _lark_of(ebnf: str) -> str:
@@ -149,12 +204,13 @@ def _lark_of(ebnf: str) -> str:
     return lark
 
 
-def _layout(spec: StructuredSpec) -> Any:
+def _layout(spec: StructuredSpec, max_whitespace: int | None = None) -> Any:
     layout: dict[str, Any] = {"coerce_one_of": True, "lenient": False, "whitespace_flexible": False}
     if spec.whitespace_pattern is not None:
         return layout | {"whitespace_pattern": spec.whitespace_pattern}
-    if spec.any_whitespace:
-        return layout | {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}"}
+    if spec.any_whitespace or max_whitespace is not None:
+        most = MAX_WHITESPACE if max_whitespace is None else min(max_whitespace, MAX_WHITESPACE)
+        return layout | {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{most}}}"}
     return layout | {"item_separator": ", ", "key_separator": ": "}
 
 

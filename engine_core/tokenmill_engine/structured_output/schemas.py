@@ -12,11 +12,11 @@ from tokenmill_engine.structured_output.grammar import GrammarError
 Schema = Any
 """Parsed JSON."""
 
-_NOTES: Final = frozenset(
+NOTES: Final = frozenset(
     ("title", "description", "default", "examples", "$schema", "$comment", "deprecated", "readOnly", "writeOnly")
 )
 """Keywords for readers; `strict` and the like, which are none, as well."""
-_DEFINITIONS: Final = ("$defs", "definitions")
+DEFINITIONS: Final = ("$defs", "definitions")
 _KEPT: Final[Mapping[str, frozenset[str]]] = {
     "string": frozenset(),  # lengths and patterns let characters through that JSON does not allow
     "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")),
@@ -28,9 +28,12 @@ _KEPT: Final[Mapping[str, frozenset[str]]] = {
 }
 _MAX_COUNTED: Final = 128
 """Characters that are counted: thousands take seconds to prepare."""
+_LENGTHS: Final = ("minLength", "maxLength")
+_NOT_OF_XGRAMMAR: Final = ("whitespace_pattern", "additional_properties", "lenient")
+"""What a format of type `json_schema` says beyond what is xgrammar's."""
 _SUBSCHEMAS: Final = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _LISTS_OF_SCHEMAS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS_OF_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)
+_MAPS_OF_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 
 
 def refuse_keywords(schema: Schema) -> None:
@@ -41,10 +44,10 @@ def refuse_keywords(schema: Schema) -> None:
         return
     if not isinstance(schema, dict):
         raise GrammarError("a JSON schema is an object or true")
-    for name in _DEFINITIONS:
+    for name in DEFINITIONS:
         for definition in _mapping(schema.get(name, {}), name).values():
             refuse_keywords(definition)
-    rules = {name: value for name, value in schema.items() if name not in _NOTES and name not in _DEFINITIONS}
+    rules = {name: value for name, value in schema.items() if name not in NOTES and name not in DEFINITIONS}
     for name in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const"):
         if name in rules:
             _check_alone(name, rules)
@@ -172,29 +175,56 @@ def without_unknown_formats(schema: Schema, known: Collection[str]) -> Schema:
     return kept
 
 
-def with_safe_strings(tag: Any) -> Any:
-    """A structural tag in whose JSON schemas the lengths of strings are patterns, or nothing where they are long:
-    xgrammar would let characters through that JSON does not allow."""
+def tag_for_xgrammar(tag: Any) -> Any:
+    """A structural tag as xgrammar can keep to it: the lengths of strings in its JSON schemas are patterns, which else
+    would let characters through that JSON does not allow.
+
+    Raises GrammarError for what it would not keep to.
+    """
     if isinstance(tag, list):
-        return [with_safe_strings(each) for each in tag]
+        return [tag_for_xgrammar(each) for each in tag]
     if not isinstance(tag, dict):
         return tag
-    if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
-        return {**tag, "json_schema": _with_patterns(tag.get("json_schema"))}
-    return {name: with_safe_strings(value) for name, value in tag.items()}
+    if tag.get("type") != "json_schema":
+        return {name: tag_for_xgrammar(value) for name, value in tag.items()}
+    if tag.get("whitespace_pattern") is not None:
+        raise GrammarError("xgrammar knows no whitespace_pattern")
+    part = {name: value for name, value in tag.items() if name not in _NOT_OF_XGRAMMAR}
+    if tag.get("style", "json") != "json":
+        return part
+    schema = tag.get("json_schema")
+    if not tag.get("lenient"):
+        refuse_keywords(_without_lengths(schema))
+    if isinstance(schema, dict) and tag.get("additional_properties"):
+        schema = {"additionalProperties": True, **schema}
+    return {**part, "json_schema": _with_patterns(schema)}
+
+
+def _without_lengths(schema: Schema) -> Schema:
+    """Without those that `_with_patterns` can say."""
+    if not isinstance(schema, dict):
+        return schema
+    changed = _map_schemas(schema, _without_lengths)
+    if schema.get("type") == "string" and "pattern" not in schema and _are_short(schema):
+        for name in _LENGTHS:
+            changed.pop(name, None)
+    return changed
 
 
 def _with_patterns(schema: Schema) -> Schema:
     if not isinstance(schema, dict):
         return schema
     changed = _map_schemas(schema, _with_patterns)
-    if not changed.keys() & {"minLength", "maxLength"}:
+    if not changed.keys() & set(_LENGTHS):
         return changed
     least, most = changed.pop("minLength", 0), changed.pop("maxLength", None)
-    bounds = [bound for bound in (least, most) if bound is not None]
-    if all(type(bound) is int and 0 <= bound <= _MAX_COUNTED for bound in bounds) and "pattern" not in changed:
+    if _are_short(schema) and "pattern" not in changed:
         changed["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{"" if most is None else most}}}$'
     return changed
+
+
+def _are_short(schema: Schema) -> bool:
+    return all(type(schema[name]) is int and 0 <= schema[name] <= _MAX_COUNTED for name in _LENGTHS if name in schema)
 
 
 def _map_schemas(schema: dict[str, Any], change: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Final
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineError, TokenmillError
-from tokenmill_engine.messages import StructuredSpec
+from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.asking import Question
 from tokenmill_engine.structured_output.backends import Backends, order_of
 from tokenmill_engine.structured_output.compiler import GrammarCompiler
-from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
+from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, NotExpressibleError
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,8 @@ class GrammarStore:
                 compiled = compiler.compile(Question(backend, spec, _FIRST_LIMIT_S))
                 return self._backends.of(backend).load(compiled)
             except GrammarError as error:
+                if spec.kind is StructuredKind.STRUCTURAL_TAG and not isinstance(error, NotExpressibleError):
+                    raise  # the other library would pass over what is wrong
                 logger.debug("%s: %s", backend, error)
         compiled = compiler.compile(Question(order[-1], spec, _LIMIT_S))
         return self._backends.of(order[-1]).load(compiled)

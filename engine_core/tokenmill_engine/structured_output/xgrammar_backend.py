@@ -9,14 +9,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill_engine.config.structured_output import MAX_WHITESPACE
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.grammar import GrammarError
-from tokenmill_engine.structured_output.schemas import refuse_keywords, with_safe_strings
+from tokenmill_engine.structured_output.schemas import refuse_keywords, tag_for_xgrammar
 from tokenmill_engine.structured_output.xgrammar_import import import_xgrammar
 from tokenmill_engine.vocabulary.vocabulary import Vocabulary
-
-MAX_WHITESPACE: Final = 32
-"""Characters in a row between the parts of JSON: models that have nothing to say would write it for ever."""
 
 _NUM_TRIED: Final = 48
 _MAX_TOKEN_S: Final = 0.05
@@ -120,7 +118,7 @@ def _compile(compiler: Any, spec: StructuredSpec) -> Any:
             choices = (json.dumps(choice) for choice in json.loads(spec.text))
             return compiler.compile_grammar(f"root ::= {' | '.join(choices)}")
         case StructuredKind.STRUCTURAL_TAG:
-            return compiler.compile_structural_tag(json.dumps(with_safe_strings(json.loads(spec.text))))
+            return compiler.compile_structural_tag(json.dumps(tag_for_xgrammar(json.loads(spec.text))))
         case StructuredKind.GRAMMAR:
             return compiler.compile_lark(spec.text) if is_lark(spec.text) else compiler.compile_grammar(spec.text)
 

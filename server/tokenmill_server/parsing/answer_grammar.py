@@ -4,9 +4,11 @@ Said as structural tags (https://github.com/mlc-ai/xgrammar), of which engines m
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from tokenmill_engine.config.structured_output import MAX_WHITESPACE
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import StructuredOutputsParams
 from tokenmill_server.parsing.call_schema import arguments_schema
@@ -15,10 +17,20 @@ from tokenmill_server.processing.structured import older_format
 
 Format = dict[str, Any]
 
-_MAX_WHITESPACE = 32
-"""Characters in a row between the parts of JSON: models that have nothing to say would write it for ever."""
 _BREAKS: Format = {"type": "regex", "pattern": "\\n*"}
 _TRIGGER = "<tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """What may be called."""
+
+    schemas: Mapping[str, Any]
+    """Of the arguments, by name."""
+    strict: Sequence[str] = ()
+    """Those whose schemas are to be followed in full."""
+
+
 TAGGED_PARSERS = ("hermes", "qwen3_coder")
 """Parsers of calls that a grammar can tell from text while they are written."""
 
@@ -48,12 +60,13 @@ def after_thinking(
 
 
 def answer_or_calls(
-    wanted: StructuredOutputsParams, parser: str, functions: Mapping[str, Any], *, parallel: bool
+    wanted: StructuredOutputsParams, parser: str, functions: Functions, *, parallel: bool
 ) -> StructuredOutputsParams:
-    """The same, or calls of `functions`, as a model writes them that has the choice. `parser` is a tagged one."""
+    """The same, or calls of `functions`, as a model writes them that has the choice. `parser` is a tagged one. Schemas
+    of functions that are not strict are followed as far as they are understood."""
     calls = {
         "type": "tags_with_separator",
-        "tags": _call_tags(parser, functions),
+        "tags": _call_tags(parser, functions.schemas, frozenset(functions.schemas) - frozenset(functions.strict)),
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not parallel,
@@ -61,12 +74,13 @@ def answer_or_calls(
     return _tag({"type": "or", "elements": [format_of(wanted), calls]}, wanted.param)
 
 
-def text_with_calls(
-    parser: str, functions: Mapping[str, Any], strict: Sequence[str], param: str
-) -> StructuredOutputsParams:
-    """Any text, in which calls of `functions` have arguments that follow their schemas; those that are not `strict` are
+def text_with_calls(parser: str, functions: Functions, param: str) -> StructuredOutputsParams:
+    """Any text, in which calls of `functions` have arguments that follow their schemas; those that are not strict are
     any object. `parser` is a tagged one."""
-    schemas = {name: schema if name in strict else {"additionalProperties": True} for name, schema in functions.items()}
+    schemas = {
+        name: schema if name in functions.strict else {"additionalProperties": True}
+        for name, schema in functions.schemas.items()
+    }
     return _tag({"type": "triggered_tags", "triggers": [_TRIGGER], "tags": _call_tags(parser, schemas)}, param)
 
 
@@ -93,14 +107,14 @@ def format_of(wanted: StructuredOutputsParams) -> Format:
 
 
 def _json_format(schema: Any, wanted: StructuredOutputsParams) -> Format:
+    part: Format = {"type": "json_schema", "json_schema": schema}
     if wanted.whitespace_pattern is not None:
-        raise InvalidRequestError(
-            "whitespace_pattern cannot follow thinking, nor stand beside calls of tools", wanted.param
-        )
-    if isinstance(schema, dict) and wanted.disable_additional_properties is False:
-        schema = {"additionalProperties": True, **schema}
-    most = 1 if wanted.disable_any_whitespace else _MAX_WHITESPACE
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": most}
+        part["whitespace_pattern"] = wanted.whitespace_pattern
+    else:
+        part["max_whitespace_cnt"] = 1 if wanted.disable_any_whitespace else MAX_WHITESPACE
+    if wanted.disable_additional_properties is not None:
+        part["additional_properties"] = not wanted.disable_additional_properties
+    return part
 
 
 def _read(value: Any, param: str) -> Any:
@@ -115,18 +129,22 @@ def _read(value: Any, param: str) -> Any:
     return value
 
 
-def _call_tags(parser: str, functions: Mapping[str, Any]) -> list[Format]:
+def _call_tags(parser: str, functions: Mapping[str, Any], lenient: Collection[str] = ()) -> list[Format]:
     tags = []
     for name, parameters in functions.items():
         content: Format = {"type": "json_schema", "json_schema": arguments_schema(parameters), "max_whitespace_cnt": 1}
         if parser == "qwen3_coder":
-            begin, end = f"{_TRIGGER}\n<function={name}>\n", "\n</function>\n</tool_call>"
+            begin: str = f"{_TRIGGER}\n<function={name}>\n"
+            close = "</function>\n</tool_call>"
+            end: str | list[str] = ["\n" + close, close]  # templates have no empty line where there are no arguments
             content["style"] = "qwen_xml"
         else:
             begin, end = (
                 f'{_TRIGGER}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
                 "}\n</tool_call>",
             )
+        if name in lenient:
+            content["lenient"] = True
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     return tags
 

@@ -10,7 +10,13 @@ from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams, StructuredOutputsParams
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.context import ServerContext
-from tokenmill_server.parsing.answer_grammar import TAGGED_PARSERS, after_thinking, answer_or_calls, text_with_calls
+from tokenmill_server.parsing.answer_grammar import (
+    TAGGED_PARSERS,
+    Functions,
+    after_thinking,
+    answer_or_calls,
+    text_with_calls,
+)
 from tokenmill_server.parsing.call_schema import arguments_schema, calls_schema
 from tokenmill_server.parsing.plan import OutputPlan, ToolPlan
 from tokenmill_server.parsing.reasoning import CLOSE, OPEN, Start, start_after, start_within
@@ -115,11 +121,12 @@ def with_grammar_of_calls(
             )
         wanted = _forced_calls(tools)
     elif _can_tag_calls(context):
-        parser, schemas = context.config.tool_call_parser or "", tools.schemas
+        parser = context.config.tool_call_parser or ""
+        functions = Functions(tools.schemas, [name for _, name in tools.strict])
         if wanted is not None:
-            wanted = answer_or_calls(wanted, parser, schemas, parallel=tools.parallel)
+            wanted = answer_or_calls(wanted, parser, functions, parallel=tools.parallel)
         elif tools.strict:
-            wanted = text_with_calls(parser, schemas, [name for _, name in tools.strict], tools.field)
+            wanted = text_with_calls(parser, functions, tools.field)
     return msgspec.structs.replace(sampling, structured_outputs=wanted)
 
 
@@ -138,8 +145,7 @@ def _is_structured(fields: ChatRequest) -> bool:
 
 def _can_tag_calls(context: ServerContext) -> bool:
     """Whether calls can be told from text by a grammar."""
-    backend = context.engine_config.structured_output.backend
-    return context.config.tool_call_parser in TAGGED_PARSERS and backend != "guidance"
+    return context.config.tool_call_parser in TAGGED_PARSERS
 
 
 def plan_output(

@@ -20,12 +20,13 @@ from tests.support.grammars import (
     refusal,
     spec,
 )
+from tokenmill_engine.config.structured_output import MAX_WHITESPACE
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output import xgrammar_backend
 from tokenmill_engine.structured_output.backends import CompilingBackend, order_of
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
 from tokenmill_engine.structured_output.guidance_backend import GuidanceBackend
-from tokenmill_engine.structured_output.xgrammar_backend import MAX_WHITESPACE, XgrammarBackend
+from tokenmill_engine.structured_output.xgrammar_backend import XgrammarBackend
 
 PERSON = {
     "type": "object",
@@ -115,9 +116,11 @@ def test_nothing_of_a_schema_is_ignored(
     xgrammar: XgrammarBackend, guidance: GuidanceBackend, schema: Any, forbidden: str
 ) -> None:
     """Each library either keeps to it or says that it does not."""
+    tag = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": schema}, "end": ">"}
+    within = spec("structural_tag", {"type": "structural_tag", "format": tag})
     for backend in (xgrammar, guidance):
-        wanted = spec("json", schema)
-        assert refusal(backend, wanted) is not None or not allows(compiled(backend, wanted), forbidden)
+        for wanted, text in ((spec("json", schema), forbidden), (within, f"<{forbidden}>")):
+            assert refusal(backend, wanted) is not None or not allows(compiled(backend, wanted), text)
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "guidance"])
@@ -209,15 +212,15 @@ def test_structural_tags(xgrammar: XgrammarBackend, guidance: GuidanceBackend) -
     content = {"type": "json_schema", "json_schema": PERSON}
     tags = [{"begin": "<f>", "content": content, "end": "</f>"}]
     tag = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f>"], "tags": tags}}
-    grammar = compiled(xgrammar, spec("structural_tag", tag))
-    assert allows(grammar, 'so <f>{"name": "x"}</f> it is')
-    assert not allows(grammar, "so <f>{}</f>")
-    assert "structural tags" in (refusal(guidance, spec("structural_tag", tag)) or "")
-    assert refusal(xgrammar, spec("structural_tag", {"type": "structural_tag", "format": {"type": "nothing"}}))
+    for backend in (xgrammar, guidance):
+        grammar = compiled(backend, spec("structural_tag", tag))
+        assert allows(grammar, 'so <f>{"name": "x"}</f> it is')
+        assert not allows(grammar, "so <f>{}</f>")
+        assert refusal(backend, spec("structural_tag", {"type": "structural_tag", "format": {"type": "nothing"}}))
 
 
 def test_strings_of_structural_tags_are_strings_of_json(xgrammar: XgrammarBackend) -> None:
-    """Their lengths are kept where they are short."""
+    """Their lengths are kept where they are short, else refused."""
 
     def grammar(**lengths: int) -> Grammar:
         schema = {"type": "array", "items": {"type": "string", **lengths}}
@@ -225,7 +228,7 @@ def test_strings_of_structural_tags_are_strings_of_json(xgrammar: XgrammarBacken
         tag = {"type": "tag", "begin": "<", "content": content, "end": ">"}
         return compiled(xgrammar, spec("structural_tag", {"type": "structural_tag", "format": tag}))
 
-    short, long, free = grammar(minLength=2, maxLength=3), grammar(maxLength=5000), grammar()
+    short, free = grammar(minLength=2, maxLength=3), grammar()
     for text, by_short in (
         ('"ab"', True),
         ('"\u00e9\u20ac"', True),
@@ -234,7 +237,9 @@ def test_strings_of_structural_tags_are_strings_of_json(xgrammar: XgrammarBacken
         ('"a\x03"', False),
     ):
         assert allows(short, f"<[{text}]>") == by_short
-        assert allows(long, f"<[{text}]>") == allows(free, f"<[{text}]>") == ("\x03" not in text)
+        assert allows(free, f"<[{text}]>") == ("\x03" not in text)
+    with pytest.raises(GrammarError, match="maxLength is not supported"):
+        grammar(maxLength=5000)
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "guidance"])
@@ -255,7 +260,7 @@ def test_who_compiles_what() -> None:
     schema, lark, ebnf = spec("json", PERSON), spec("grammar", LARK), spec("grammar", EBNF)
     for each in (schema, spec("regex", "a"), spec("choice", ["a"]), StructuredSpec(StructuredKind.JSON_OBJECT, "")):
         assert order_of("auto", each) == ("guidance",)
-    assert order_of("auto", spec("structural_tag", {})) == ("xgrammar",)
+    assert order_of("auto", spec("structural_tag", {})) == ("guidance", "xgrammar")
     assert order_of("auto", lark)[0] == "guidance"
     assert order_of("auto", ebnf)[0] == "xgrammar"
     assert order_of("xgrammar", lark) == ("xgrammar",)

@@ -111,9 +111,20 @@ def test_one_that_takes_too_long_is_refused(waiting: Waiting, monkeypatch: pytes
 def test_what_would_take_longer_with_every_token_is_refused(waiting: Waiting) -> None:
     """The grammar is compiled in no time, but a mask of its twelfth token takes seconds."""
     nested = {"type": "regex", "pattern": "((([a-z]*)*)*)*z"}
-    (error,) = waiting.compile(spec("structural_tag", {"type": "structural_tag", "format": nested}))
+    for_xgrammar = {"type": "repeat", "min": 1, "max": 1, "content": nested}
+    (error,) = waiting.compile(spec("structural_tag", {"type": "structural_tag", "format": for_xgrammar}))
     assert isinstance(error, GrammarError)
     assert "too ambiguous" in error.message
+
+
+def test_tags_that_one_library_refuses_are_not_for_the_other_one(waiting: Waiting) -> None:
+    """It would pass over what is wrong."""
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<", "content": content, "end": ">"}}
+    (error,) = waiting.compile(spec("structural_tag", tag))
+    assert isinstance(error, GrammarError)
+    assert "uniqueItems" in error.message
 
 
 def test_what_nobody_waits_for_any_more_is_not_begun(waiting: Waiting) -> None:
