@@ -81,6 +81,8 @@ class EngineHost:
             raise
         except concurrent.futures.CancelledError:
             raise EngineDeadError(self._death or _CLOSED) from None
+        finally:
+            del future, work  # what it raised refers to this function, and would live on with all that it came through
 
     def close(self) -> None:
         """Ends the engine cores and the thread. May be called twice, and from any thread."""

@@ -1,13 +1,11 @@
 """`LLM`: text from Python, without a server, by the same engine cores and the same client as `tokenmill serve`."""
 
-import asyncio
 import contextlib
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,8 @@ from tokenmill_server.llm_inputs import (
 )
 from tokenmill_server.llm_outputs import RequestOutput, public_output
 from tokenmill_server.media_segments import create_segments, open_store
-from tokenmill_server.multimodal.chat import make_media_chats
+from tokenmill_server.multimodal.chat import MediaPrompt, make_media_chats
+from tokenmill_server.multimodal.failures import in_order, together_as_they_come
 from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.multimodal.wishes import MediaWishes, read_wishes
@@ -105,7 +104,8 @@ class LLM:
 
         Raises:
             TypeError: an argument is of another type.
-            RequestError: a prompt or its parameters are wrong, which the message numbers; nothing was generated.
+            RequestError: a prompt or its parameters are wrong, which the message numbers; nothing was generated. Or
+                an image or a video is, which is known when its turn comes; what was generated until then is lost.
             EngineDeadError: an engine core died.
         """
         items = items_of(prompts, self._media_parts)
@@ -171,14 +171,16 @@ class LLM:
     def _run(
         self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int], *, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Nothing is sent before every request is known to be right."""
+        """Nothing is sent before every request is known to be right, but for what its images and videos are: these are
+        read while others generate."""
         with progress_bar(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             return self.host.run(self._generate(items, sampling, priorities, bar))
 
     async def _generate(
         self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int], bar: "tqdm[Any]"
     ) -> list[RequestOutput]:
-        requests = await self._build_all(items, sampling, priorities)
+        drafting = (self._draft(index, item, sampling[index], priorities[index]) for index, item in enumerate(items))
+        drafts = [draft async for draft in in_order(drafting, _BUILT_AT_A_TIME)]
         progress = _Progress(bar)
 
         async def complete(request: GenerationRequest) -> RequestOutput:
@@ -187,51 +189,54 @@ class LLM:
             progress.add(output)
             return output
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(complete(request)) for request in requests]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return await together_as_they_come(
+            complete(request) async for request in in_order(map(self._filled, drafts), _BUILT_AT_A_TIME)
+        )
 
-    async def _build_all(
-        self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int]
-    ) -> list[GenerationRequest]:
-        """Some at a time: the media of one prompt alone do not keep all threads busy. If several are wrong, the first
-        is told."""
-        requests: list[GenerationRequest] = []
-        under_way: deque[asyncio.Task[GenerationRequest]] = deque()
-        try:
-            for index, item in enumerate(items):
-                if len(under_way) == _BUILT_AT_A_TIME:
-                    requests.append(await under_way.popleft())
-                under_way.append(asyncio.create_task(self._build(index, item, sampling[index], priorities[index])))
-            while under_way:
-                requests.append(await under_way.popleft())
-        finally:
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
-        return requests
-
-    async def _build(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> GenerationRequest:
+    async def _draft(self, index: int, item: Item, sampling: SamplingParams, priority: int) -> "_Draft":
+        """Whatever is wrong with one is known now, but for its media."""
         self._num_requests += 1
         label = str(self._num_requests)
+        planned: MediaPrompt | None = None
         with naming_prompt(index):
             if item.conversation is not None and self._media is not None:
                 conversation = item.conversation
                 asked = MediaRequest(conversation.sources, item.wishes)
-                prompt = await self._media.encode(conversation.messages, asked, item.chat_options)
+                planned = await self._media.render(conversation.messages, asked, item.chat_options)
+                prompt = planned.prompt
             elif item.text is not None:
                 prompt = await self.input_processor.encode_text(item.text, item.add_special_tokens)
             else:
                 prompt = self.input_processor.take_token_ids(item.token_ids)
             wishes = self._wishes(None, item.processor_kwargs)
             if item.sources and self._media is not None:
-                prompt = await self._media.fill(prompt, MediaRequest(item.sources, wishes))
-            return self.input_processor.build(
+                planned = self._media.place(prompt, MediaRequest(item.sources, wishes))
+            request = self.input_processor.build(
                 prompt, sampling, label=label, priority=priority, cache_salt=item.cache_salt
             )
+        return _Draft(index, request, sampling, planned)
+
+    async def _filled(self, draft: "_Draft") -> GenerationRequest:
+        """With its media, once those of others leave them memory."""
+        if draft.planned is None or self._media is None:
+            return draft.request
+        await self._media.room()
+        with naming_prompt(draft.index):
+            prompt = await self._media.load(draft.planned)
+            known = draft.request
+            return self.input_processor.build(
+                prompt, draft.sampling, label=known.label, priority=known.priority, cache_salt=known.cache_salt
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A request that is right as far as it is known, which is all of one that has no media."""
+
+    index: int
+    request: GenerationRequest
+    sampling: SamplingParams
+    planned: MediaPrompt | None
 
 
 class _Progress:

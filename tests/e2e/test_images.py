@@ -1,7 +1,9 @@
 """Chats with images over HTTP and through `LLM`, with tiny models of each family, against transformers."""
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -126,6 +128,43 @@ def check_images_at_a_time(llm: LLM, prompt: str, params: SamplingParams) -> Non
     assert int(first.request_id) < int(second.request_id)
 
 
+def check_media_memory(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Of many images few are prepared before the first are answered, and none lives on after the call, whether it ends
+    well or with the last of them."""
+    assert llm._media is not None
+    held, count = llm._media._loader.held, 60
+    pictures = [Image.fromarray(noise(30, 40, 100 + number)) for number in range(count)]
+    prompts = [{"prompt": prompt, "multi_modal_data": {"image": picture}} for picture in pictures]
+    most, peak, take = held._max_bytes, 0, held.take_item
+
+    def take_and_note(*args: Any) -> None:
+        nonlocal peak
+        take(*args)
+        peak = max(peak, held.num_bytes)
+
+    gc.collect()
+    gc.disable()
+    try:
+        held.take_item, held._max_bytes = take_and_note, 1  # type: ignore[method-assign]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [int(output.request_id) for output in outputs] == sorted(int(output.request_id) for output in outputs)
+        assert all(len(output.outputs[0].token_ids) == COUNT for output in outputs)
+        one_by_one = llm.generate(prompts[-1:], params, use_tqdm=False)
+        assert one_by_one[0].outputs[0].token_ids == outputs[-1].outputs[0].token_ids
+        assert peak < count // 2 * 50_000
+        damaged = Image.new("RGB", (30, 40))
+        damaged.load = lambda: damaged.frombytes(b"")  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(InvalidRequestError, match=f"prompt {count}: "):
+            llm.generate([*prompts, {"prompt": prompt, "multi_modal_data": {"image": damaged}}], params, use_tqdm=False)
+        alive = [weakref.ref(picture) for picture in pictures]
+        del pictures, prompts
+        assert [each() for each in alive] == [None] * count
+        assert held.num_bytes == 0
+    finally:
+        held.take_item, held._max_bytes = take, most  # type: ignore[method-assign]
+        gc.enable()
+
+
 def check_generate(llm: LLM, chat: RequestOutput, params: SamplingParams, images: list[Any]) -> None:
     """`LLM.generate` with the text of a chat, and with its tokens, says what the chat did; other numbers of images are
     refused."""
@@ -166,6 +205,7 @@ def test_offline(folder: Path) -> None:
         (one,) = llm.chat([{"role": "user", "content": content[2:]}], params, use_tqdm=False)
         assert one.prompt is not None
         check_images_at_a_time(llm, one.prompt, params)
+        check_media_memory(llm, one.prompt, params)
         (plain,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
         ids = plain.outputs[0].token_ids
         assert ids == oracle.greedy(plain.prompt_token_ids, [], ids)

@@ -186,7 +186,7 @@ MEDIA = (
         integer(1),
         _DEFAULTS.memory_bytes,
         "Most memory that an API server takes to decode and prepare images and videos (4G), further ones wait; and as "
-        "much again for those of requests that wait, further requests are refused",
+        "much again for those of open requests, further requests are refused",
         "media.memory_bytes",
         metavar="BYTES",
     ),

@@ -1,7 +1,7 @@
 """From a conversation with media to a prompt with media: joins templates and tokenizer with the loading of media."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenmill_engine.config.engine import EngineConfig
@@ -23,6 +23,18 @@ from tokenmill_server.multimodal.video_preparer import VideoPreparer
 from tokenmill_server.multimodal.wishes import WishReader
 from tokenmill_server.processing.chat_template import Message
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor, Prompt, Truncation
+
+
+@dataclass(slots=True, frozen=True)
+class MediaPrompt:
+    """A prompt without its media: of what is in it, nothing has been looked at."""
+
+    prompt: Prompt
+    """With one token for each of them."""
+    are_places: Sequence[bool]
+    """Which tokens of the prompt that could stand for media do."""
+    request: MediaRequest
+    truncation: Truncation | None = None
 
 
 class MediaChats:
@@ -58,6 +70,16 @@ class MediaChats:
 
         Raises InvalidRequestError for one that cannot be had, and if the prompt would have to be cut.
         """
+        return await self.load(await self.render(messages, request, options, truncation))
+
+    async def render(
+        self,
+        messages: list[Message],
+        request: MediaRequest,
+        options: ChatOptions,
+        truncation: Truncation | None = None,
+    ) -> MediaPrompt:
+        """All of `encode` that needs no media. Raises InvalidRequestError for what is wrong with the text."""
         sources = self._checked(request)
         placeholders, typed = self._placeholders, TypedTokens(self._placeholders.tokens)
         hidden = placeholders.prepared(typed.hidden(messages))
@@ -67,16 +89,22 @@ class MediaChats:
         text, are_places = typed.shown(rendered, [source.kind for source in sources])
         # Whatever is wrong with the text is known before anything is fetched.
         prompt = await self._inputs.encode_text(text, options.add_special_tokens, param="messages")
-        return await self._filled(prompt, are_places, replace(request, sources=sources), truncation)
+        self._inputs.check_fits(len(prompt.token_ids), prompt.param)
+        return MediaPrompt(prompt, are_places, replace(request, sources=sources), truncation)
 
-    async def fill(self, prompt: Prompt, request: MediaRequest) -> Prompt:
+    def place(self, prompt: Prompt, request: MediaRequest) -> MediaPrompt:
         """`prompt` with media in the place of its tokens for images and videos, of which it has one for each.
 
-        Raises InvalidRequestError if it has not, or for media that cannot be had.
+        Raises InvalidRequestError if it has not.
         """
         sources = self._checked(request)
         are_places = self._placeholders.places(prompt.token_ids, [source.kind for source in sources])
-        return await self._filled(prompt, are_places, replace(request, sources=sources))
+        self._inputs.check_fits(len(prompt.token_ids), prompt.param)
+        return MediaPrompt(prompt, are_places, replace(request, sources=sources))
+
+    async def room(self) -> None:
+        """Waits until open requests hold less than they may together: for whoever is not refused when it is more."""
+        await self._loader.held.room()
 
     def _checked(self, request: MediaRequest) -> Sequence[MediaSource]:
         """The media as the model sees them."""
@@ -86,16 +114,15 @@ class MediaChats:
             return [replace(source, detail="low") if isinstance(source, ImageSource) else source for source in sources]
         return sources
 
-    async def _filled(
-        self, prompt: Prompt, are_places: Sequence[bool], request: MediaRequest, truncation: Truncation | None = None
-    ) -> Prompt:
-        self._inputs.check_fits(len(prompt.token_ids), prompt.param)
+    async def load(self, planned: MediaPrompt) -> Prompt:
+        """The prompt with its media. Raises InvalidRequestError for those that cannot be had, or do not fit."""
+        prompt, request, truncation = planned.prompt, planned.request, planned.truncation
         sources, most = request.sources, self._inputs.max_model_len
         room = TokenRoom(most - len(prompt.token_ids) + len(sources), self._limits.max_image_tokens)
         holding = self._loader.held.holding()
         loading = self._loader.load(sources, room, request.scope, request.wishes, holding)
         loaded = await self._under_way.wait(loading)
-        expanded = self._placeholders.expand(prompt.token_ids, are_places, [each.item for each in loaded])
+        expanded = self._placeholders.expand(prompt.token_ids, planned.are_places, [each.item for each in loaded])
         token_ids = expanded.token_ids
         check_positions(len(token_ids), expanded.items, self._placeholders.media, self._limits)
         if truncation is not None and len(self._inputs.truncated(token_ids, truncation)) < len(token_ids):

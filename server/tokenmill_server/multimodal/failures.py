@@ -6,7 +6,8 @@ a few damaged files would take all memory.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -20,10 +21,19 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
     Raises what the first one raised.
     """
+    return await together_as_they_come(_at_once(works))
+
+
+async def together_as_they_come(works: AsyncIterator[Coroutine[Any, Any, T]]) -> list[T]:
+    """As `together`, of works that begin when they come. If one fails, no more are asked for.
+
+    Raises also what asking for them does.
+    """
     group, tasks = asyncio.TaskGroup(), list[asyncio.Task[T]]()
     try:
         async with group:
-            tasks += [group.create_task(work) for work in works]
+            async for work in works:
+                tasks.append(group.create_task(work))
         return [task.result() for task in tasks]
     except asyncio.CancelledError as cancelled:
         cancelled.__traceback__ = None
@@ -39,6 +49,32 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         raise forgetful(failure)
     finally:
         del failure
+
+
+async def in_order(works: Iterable[Coroutine[Any, Any, T]], most: int) -> AsyncIterator[T]:
+    """What they return, one after the other, while at most so many are under way. At the end the others are given up.
+
+    Raises what one does, in its turn.
+    """
+    under_way: deque[asyncio.Task[T]] = deque()
+    try:
+        for work in works:
+            if len(under_way) == most:
+                yield await under_way.popleft()
+            under_way.append(asyncio.create_task(work))
+        while under_way:
+            yield await under_way.popleft()
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        tell(*under_way)
+        under_way.clear()
+
+
+async def _at_once(works: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[Coroutine[Any, Any, T]]:
+    for work in works:
+        yield work
 
 
 def tell(*tasks: asyncio.Future[Any]) -> None:

@@ -1,30 +1,39 @@
-"""Bytes of media that the requests of one API server hold while they wait: files until every sequence has had an
-answer, prepared media until they are sent. Beyond a limit requests are refused: nothing else bounds how many wait.
+"""Bytes of media that the open requests of one API server hold: files until every sequence has had an answer, prepared
+media until the request ends, since an engine core has what it was sent for as long. Beyond a limit requests are
+refused, or wait before they begin: nothing else bounds how many there are, here and in the queues of engine cores.
 
 What is refused counts no more at once, though its memory is free only when all that works for it has heard so: of many
 whose files come in at the same time, the first to ask for too much must make room for the others, or none is left.
 """
 
+import asyncio
 import threading
 from collections import deque
+from collections.abc import Iterable
 
 from tokenmill_engine.errors import OverloadedError
 from tokenmill_engine.media_store import media_bytes
 from tokenmill_server.multimodal.items import PreparedItem
 
+_LOOK_S = 0.02
+"""How often who waits for room looks again: what an object held is given back without a word."""
+
 
 class HeldMedia:
     """Of all requests. Used from any thread."""
 
-    def __init__(self, max_bytes: int | None) -> None:
-        """None: there is no limit."""
+    def __init__(self, max_bytes: int, *, refuses: bool = True) -> None:
+        """`refuses`: what is beyond `max_bytes` is refused; else whoever begins something asks for `room` before."""
         self._max_bytes = max_bytes
+        self._refuses = refuses
         self._num_bytes = 0
-        self._items: dict[int, tuple[int, int]] = {}
-        """By the identity of its tensors, how many requests hold an item, and its bytes: which they share."""
+        self._items: dict[int | bytes, tuple[int, int]] = {}
+        """How many requests hold an item, and its bytes, which they share: by the identity of its tensors, and by its
+        key once they are sent, since an engine core has each key once."""
         self._gone: deque[_Held] = deque()
         """Of requests that ended without a word. They may do so at any moment, also while the lock is held."""
         self._lock = threading.Lock()
+        self._next = asyncio.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -64,19 +73,35 @@ class HeldMedia:
                 if not piece.tensors or identity in held.items:
                     continue
                 num_bytes = media_bytes(piece.tensors)
-                num_holders, _ = self._items.get(identity, (0, num_bytes))
-                if num_holders == 0:
+                if identity not in self._items:
                     self._check(held, num_bytes)
-                    self._num_bytes += num_bytes
-                self._items[identity] = (num_holders + 1, num_bytes)
-                held.items[identity] = num_bytes
+                self._add_item(held, identity, num_bytes)
 
-    def give_items(self, held: "_Held") -> None:
+    def send_items(self, held: "_Held", sent: Iterable[PreparedItem]) -> None:
+        """`sent`, pieces with tensors of their own, are with an engine core now, and no others anywhere."""
         with self._lock:
             self._drop_items(held)
+            for piece in () if held.is_refused else sent:
+                num_bytes = media_bytes(piece.tensors)
+                if piece.key not in held.items:
+                    self._add_item(held, piece.key, num_bytes)
+
+    async def room(self) -> None:
+        """Waits until less than all is held. Who comes first goes first: what later ones hold may be kept for as long
+        as an earlier one waits."""
+        async with self._next:
+            while self.num_bytes >= self._max_bytes:
+                await asyncio.sleep(_LOOK_S)
+
+    def _add_item(self, held: "_Held", name: int | bytes, num_bytes: int) -> None:
+        num_holders, _ = self._items.get(name, (0, num_bytes))
+        if num_holders == 0:
+            self._num_bytes += num_bytes
+        self._items[name] = (num_holders + 1, num_bytes)
+        held.items[name] = num_bytes
 
     def _check(self, held: "_Held", num_bytes: int) -> None:
-        if self._max_bytes is None:
+        if not self._refuses:
             return
         is_too_much = self._num_bytes + num_bytes > self._max_bytes
         if is_too_much and self._num_bytes > held.num_file_bytes + sum(held.items.values()):
@@ -85,7 +110,7 @@ class HeldMedia:
         if held.is_refused:
             raise OverloadedError(
                 f"the images and videos of other requests take the {self._max_bytes // 2**20} MiB that "
-                "--max-media-memory leaves to those that wait; send it again later"
+                "--max-media-memory leaves to them all; send it again later"
             )
 
     def _settle(self) -> None:
@@ -98,10 +123,10 @@ class HeldMedia:
         self._drop_items(held)
 
     def _drop_items(self, held: "_Held") -> None:
-        for identity in held.items:
-            num_holders, num_bytes = self._items.pop(identity)
+        for name in held.items:
+            num_holders, num_bytes = self._items.pop(name)
             if num_holders > 1:
-                self._items[identity] = (num_holders - 1, num_bytes)
+                self._items[name] = (num_holders - 1, num_bytes)
             else:
                 self._num_bytes -= num_bytes
         held.items.clear()
@@ -126,9 +151,13 @@ class Holding:
         """Raises OverloadedError if there is no room for its tensors."""
         self._media.take_item(self._held, item)
 
-    def give_items(self) -> None:
-        """All tensors are sent."""
-        self._media.give_items(self._held)
+    def send_items(self, sent: Iterable[PreparedItem]) -> None:
+        """All tensors are let go of here. An engine core has those of `sent` until the request ends."""
+        self._media.send_items(self._held, sent)
+
+    def give_files(self) -> None:
+        """No files are held any more."""
+        self._media.give(self._held, self._held.num_file_bytes)
 
     def release(self) -> None:
         """Nothing is held any more. May be called again."""
@@ -147,5 +176,5 @@ class _Held:
     def __init__(self) -> None:
         self.is_refused = False
         self.num_file_bytes = 0
-        self.items: dict[int, int] = {}
-        """Bytes of items, by the identity of their tensors."""
+        self.items: dict[int | bytes, int] = {}
+        """Bytes of items, by the identity of their tensors, or by their keys."""

@@ -115,7 +115,7 @@ class MediaLoader:
         """None: there are no images, or no videos, among the sources."""
         self.prepared = prepared
         self._memory = DecodingMemory(settings.memory_bytes)
-        self.held = HeldMedia(settings.memory_bytes if settings.refuses_when_full else None)
+        self.held = HeldMedia(settings.memory_bytes, refuses=settings.refuses_when_full)
         self._images = None if processor is None else ImagePreparer(processor, settings, self._memory)
         self._videos = videos
         self._flags = MediaWishes(settings.video_reading, settings.processor_kwargs)

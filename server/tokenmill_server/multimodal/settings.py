@@ -57,10 +57,10 @@ class MediaSettings:
     """Whether requests may say something else."""
     memory_bytes: int = 4 * GIB
     """Memory that the images and videos which are being decoded and prepared may take together, as estimated. One that
-    takes more is refused. And what the media of requests that wait may take."""
+    takes more is refused. And what the media of open requests may take."""
     refuses_when_full: bool = True
-    """Whether requests are refused when others that wait have all of that. A program that hands all of its prompts over
-    at once has as much as it likes."""
+    """Whether requests are refused when other open ones have all of that. A program that hands all of its prompts over
+    at once waits before it begins more."""
     allow_redirects: bool = True
     allowed_domains: tuple[str, ...] = ()
     """Names of hosts, in lower case: media come from these alone, and whatever address they have. Empty: from every

@@ -1,7 +1,7 @@
 """The media of one request on their way to an engine core, and again if it lacks them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,8 +40,8 @@ async def _piece(again: Again, index: int) -> PreparedItem:
 
 
 class RequestSupply:
-    """A `MediaSupply`. Tensors are let go of when they are sent; what they were made of, which is much smaller, when
-    every sequence has had an answer."""
+    """A `MediaSupply`. Tensors are let go of when they are sent, though they count until the request ends; what they
+    were made of, which is much smaller, when every sequence has had an answer."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RequestSupply:
         self._must_read = not shares and bool(self._leases)
         if self._must_read:
             return None
-        self._forget_tensors()
+        self._forget_tensors(items)
         return self._travelling(items)
 
     def _travelling(self, items: Sequence[PreparedItem]) -> tuple[MediaItem, ...]:
@@ -82,12 +82,12 @@ class RequestSupply:
             seen.add(item.key)
         return tuple(travelling)
 
-    def _forget_tensors(self) -> None:
+    def _forget_tensors(self, sent: Iterable[PreparedItem]) -> None:
         self._loaded = [
             LoadedItem(loaded.item.without_tensors(), loaded.param, loaded.again) for loaded in self._loaded
         ]
         if self._holding is not None:
-            self._holding.give_items()
+            self._holding.send_items(item for item in sent if item.tensors and item.lease is None)
 
     async def restored(self) -> tuple[MediaItem, ...]:
         loaded = list(self._loaded)  # whatever settles meanwhile
@@ -95,18 +95,23 @@ class RequestSupply:
             raise RuntimeError("media are asked for again after every sequence had an answer")
         distinct = {each.item.key: each for each in reversed(loaded)}
         restored = dict(zip(distinct, await together(map(self._restore, distinct.values())), strict=True))
-        self._forget_tensors()
+        self._forget_tensors(restored.values())
         if self._must_read:
-            self.end()
+            self._give_shared()
         return self._travelling([restored[each.item.key] for each in loaded])
 
     def settle(self) -> None:
         self._loaded.clear()
         if self._holding is not None:
-            self._holding.release()
+            self._holding.give_files()
 
     def end(self) -> None:
         self.settle()
+        if self._holding is not None:
+            self._holding.release()
+        self._give_shared()
+
+    def _give_shared(self) -> None:
         for lease in self._leases:
             lease.release()
         self._leases.clear()

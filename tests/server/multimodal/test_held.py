@@ -25,7 +25,7 @@ FILE = encoded(noise(40, 60), "BMP") + bytes(20_000)
 URL = data_url(FILE)
 ITEM_BYTES = 20_000
 """A bit more than what the image becomes."""
-REFUSAL = r"other requests take the 0 MiB that --max-media-memory leaves"
+REFUSAL = r"other requests take the 0 MiB that --max-media-memory leaves to them all"
 
 
 def test_files() -> None:
@@ -70,7 +70,7 @@ def test_who_was_refused_stays_refused() -> None:
     with pytest.raises(OverloadedError, match=REFUSAL):
         second.take_item(made_up(1))
     second.give(40)
-    second.give_items()
+    second.send_items([made_up(1)])
     second.release()
     assert held.num_bytes == 0
     first.take(100)
@@ -87,12 +87,42 @@ def test_one_alone_may_have_more() -> None:
     held.holding().take(1)
 
 
-def test_no_limit() -> None:
-    held = HeldMedia(None)
+@pytest.mark.asyncio
+async def test_who_is_not_refused_waits_for_room() -> None:
+    held = HeldMedia(100, refuses=False)
     holdings = [held.holding() for _ in range(3)]
+    await held.room()
     for each in holdings:
         each.take(10**12)
     assert held.num_bytes == 3 * 10**12
+    waiting = asyncio.create_task(held.room())
+    for each in holdings:
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        each.release()
+    await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+@pytest.mark.asyncio
+async def test_room_is_given_in_order() -> None:
+    """What comes later may be of no use before what came earlier: nobody would ever give anything back."""
+    held, holding, order = HeldMedia(100, refuses=False), None, list[int]()
+
+    async def begin(number: int) -> None:
+        nonlocal holding
+        await asyncio.sleep(0.005 * number)
+        await held.room()
+        order.append(number)
+        holding = held.holding()
+        holding.take(100)
+
+    tasks = [asyncio.create_task(begin(number)) for number in range(5)]
+    while len(order) < 5:
+        await asyncio.sleep(0.03)
+        if holding is not None:
+            holding.release()
+    assert order == [0, 1, 2, 3, 4]
+    await asyncio.gather(*tasks)
 
 
 def test_requests_share_an_item() -> None:
@@ -110,7 +140,7 @@ def test_requests_share_an_item() -> None:
     with pytest.raises(OverloadedError, match=REFUSAL):
         fourth.take_item(made_up(3))
     for each in (first, second):
-        each.give_items()
+        each.send_items([])
     assert held.num_bytes == MADE_UP_BYTES
     third.release()
     assert held.num_bytes == 0
@@ -122,6 +152,30 @@ def test_the_same_image_twice_in_memory() -> None:
     for each in items:
         holding.take_item(each)
     assert held.num_bytes == 2 * MADE_UP_BYTES
+
+
+def test_what_is_sent_counts_once_until_the_last_request_with_it_ends() -> None:
+    """An engine core has it for so long, whoever sent it, and however often."""
+    held = HeldMedia(5 * MADE_UP_BYTES)
+    first, second, third = (held.holding() for _ in range(3))
+    copies = [made_up(1) for _ in range(4)]
+    for number, each in enumerate((first, first, second, second)):
+        each.take(7)
+        each.take_item(copies[number])
+    assert held.num_bytes == 4 * MADE_UP_BYTES + 28
+    for each in (first, second):
+        each.send_items([made_up(1), made_up(1)])
+    assert held.num_bytes == MADE_UP_BYTES + 28
+    for each in (first, second):
+        each.give_files()
+    assert held.num_bytes == MADE_UP_BYTES
+    third.take_item(made_up(2))
+    third.send_items([])  # it is in shared memory, say
+    assert held.num_bytes == MADE_UP_BYTES
+    first.release()
+    assert held.num_bytes == MADE_UP_BYTES
+    second.release()
+    assert held.num_bytes == 0
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
@@ -156,9 +210,15 @@ def test_what_a_request_holds_and_when_it_gives_it_back(loader: MediaLoader) -> 
         num_bytes = held.num_bytes
         assert len(URL) < num_bytes < len(URL) + ITEM_BYTES
         waiting.outgoing()
-        assert held.num_bytes == len(URL)
+        assert held.num_bytes == num_bytes, "the engine core has it now"
         waiting.settle()
+        assert 0 < held.num_bytes < ITEM_BYTES
+        waiting.end()
         assert held.num_bytes == 0
+        known = await supply(loader, source(URL))  # to the engine core, too
+        known.outgoing()
+        assert held.num_bytes == len(URL)
+        known.end()
         await supply(loader, source(URL))  # it never starts
         gc.collect()
         assert held.num_bytes == 0
@@ -176,11 +236,14 @@ def test_a_request_beyond_it_is_refused(loader: MediaLoader) -> None:
         for image in (source(URL), source(url)):
             with pytest.raises(OverloadedError, match=REFUSAL):
                 await supply(loader, image)
-        assert loader.held.num_bytes == 2 * len(URL)
+        assert 0 < loader.held.num_bytes - 2 * len(URL) < ITEM_BYTES
         waiting[0].end()
         fetched = await supply(loader, source(url))
         fetched.outgoing()
         assert loader.held.num_bytes == len(URL) + len(url) + len(picture)
+        fetched.end()
+        waiting[1].end()
+        assert loader.held.num_bytes == 0
 
     picture = FILE + bytes(ITEM_BYTES + 1)  # more than is left beside two files in data: addresses
     with media_host(picture=answer(picture)) as host:
