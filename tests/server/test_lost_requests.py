@@ -171,6 +171,7 @@ def open_calls(
     return calls
 
 
+@pytest.mark.slow
 def test_api_servers_count_together_and_over_restarts() -> None:
     with (
         run_server(2, api_server_count=2, engine_options={"step_s": 0.02}) as server,

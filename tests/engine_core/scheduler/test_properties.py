@@ -170,7 +170,7 @@ def check_traffic(case: tuple[Setting, list[Arrival]], *, shares: bool = False) 
         check_told(driver, request_id, arrival, request_id in aborted)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(traffic())
 def test_every_request_is_answered_as_if_it_were_alone(case: tuple[Setting, list[Arrival]]) -> None:
     check_traffic(case)
@@ -183,7 +183,7 @@ def test_every_request_is_answered_as_if_it_were_alone_at_length(case: tuple[Set
     check_traffic(case)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.integers(2, 4).flatmap(lambda num_stages: traffic(num_stages)))
 def test_every_request_is_answered_as_if_it_were_alone_by_stages(case: tuple[Setting, list[Arrival]]) -> None:
     check_traffic(case)
@@ -201,13 +201,13 @@ def test_every_request_is_answered_as_if_it_were_alone_by_stages_at_length(
 WITH_IMAGES = st.sampled_from([1, 1, 2, 3]).flatmap(lambda num_stages: traffic(num_stages, with_images=True))
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(WITH_IMAGES)
 def test_every_request_is_answered_as_if_it_were_alone_with_images(case: tuple[Setting, list[Arrival]]) -> None:
     check_traffic(case)
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(WITH_IMAGES)
 def test_every_request_is_answered_as_if_it_were_alone_with_images_that_others_shared(
     case: tuple[Setting, list[Arrival]],
@@ -217,7 +217,7 @@ def test_every_request_is_answered_as_if_it_were_alone_with_images_that_others_s
 
 
 @pytest.mark.slow
-@settings(max_examples=1200)
+@settings(max_examples=800)
 @given(WITH_IMAGES)
 def test_every_request_is_answered_as_if_it_were_alone_with_images_at_length(
     case: tuple[Setting, list[Arrival]],
