@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.errors import EngineDeadError, EngineError, RequestError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, EngineError, NotBegunError, RequestError, TokenmillError
 from tokenmill_engine.ipc.ids import client_of, incarnation_of, is_of
 from tokenmill_engine.kv_cache.events import BlockJournal
 from tokenmill_engine.kv_cache.manager import KVCacheManager
@@ -235,13 +235,14 @@ class EngineCore:
         """Only what is wrong with a grammar is the client's to mend: all else the front end should have refused."""
         client = client_of(request_id)
         param = error.param if isinstance(error, GrammarError) else None
+        retry_after_s = error.retry_after_s if isinstance(error, NotBegunError) else None
         output = StepOutput(
             engine=self._engine,
             request_ids=np.array([request_id], dtype="<i8").tobytes(),
             num_tokens=np.zeros(1, dtype="<i4").tobytes(),
             token_ids=b"",
             load=self._reporter.load_for(client, self._load()),
-            finishes=[Finish(0, FinishReason.ERROR, message=error.message, param=param)],
+            finishes=[Finish(0, FinishReason.ERROR, None, error.message, 0, param, retry_after_s)],
         )
         self._outbox.append((client, output))
 

@@ -11,6 +11,7 @@
     └── EngineError              the engine could not finish a request
         ├── OverloadedError      refused before work started; a retry later helps
         │   ├── EngineStartingError     still loading
+        │   ├── NotBegunError           what was to prepare the request is gone; there is another one for the next
         │   └── EngineUnavailableError  the engine that the client named is gone, others are not
         ├── DeadlineError        the client's own time was over before the answer was complete
         └── EngineDeadError      the engine process is gone
@@ -87,6 +88,10 @@ class OverloadedError(EngineError):
 
 class EngineStartingError(OverloadedError):
     """The model is still loading."""
+
+
+class NotBegunError(OverloadedError):
+    """Before an engine could begin with a request, something ended that has nothing to do with it."""
 
 
 class EngineUnavailableError(OverloadedError):

@@ -257,6 +257,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     """How often it was preempted."""
     param: str | None = None
     """For `error`: the field of the request that is to blame; None if it is the engine's own fault."""
+    retry_after_s: int | None = None
+    """For `error`: nothing has begun, and the same request may work that much later."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):

@@ -14,6 +14,7 @@ from tokenmill_engine.errors import (
     EngineStartingError,
     EngineUnavailableError,
     InvalidRequestError,
+    NotBegunError,
     NotFoundError,
     OverloadedError,
     RequestError,
@@ -76,6 +77,7 @@ _TABLE: dict[type[Exception], tuple[int, str, str | None]] = {
     RequestError: (400, _INVALID, "invalid_value"),
     EngineStartingError: (503, _SERVER, "engine_starting"),
     EngineUnavailableError: (503, _SERVER, "engine_unavailable"),
+    NotBegunError: (503, _SERVER, "engine_unavailable"),
     ShuttingDownError: (503, _SERVER, "server_shutting_down"),
     OverloadedError: (503, _SERVER, "server_overloaded"),
     DeadlineError: (504, _SERVER, "deadline_exceeded"),
@@ -104,7 +106,7 @@ def describe(error: Exception) -> ErrorReply:
         return ErrorReply(500, _SERVER, "internal server error", code="internal_error", headers=headers)
     headers = {}
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
-        headers["retry-after"] = str(error.retry_after_s)
+        headers = {"retry-after": str(error.retry_after_s), "x-should-retry": "true"}
     elif isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     elif type(error) is EngineError or isinstance(error, (OverloadedError, DeadlineError)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tokenmill_engine.errors import EngineDeadError, EngineError, InvalidRequestError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, EngineError, InvalidRequestError, NotBegunError, TokenmillError
 from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.messages import (
     AddRequest,
@@ -343,6 +343,8 @@ class _Step:
 def _error_of(finish: Finish) -> TokenmillError:
     """Why the engine gave a request up."""
     message = finish.message or "the engine failed on this request"
+    if finish.retry_after_s is not None:
+        return NotBegunError(message, finish.retry_after_s)
     return EngineError(message) if finish.param is None else InvalidRequestError(message, finish.param)
 
 

@@ -1,20 +1,23 @@
 """Structured outputs over HTTP: what comes follows what was asked for, beside streams that are free."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
+import psutil
 import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.support.server import Server, check_error
+from tests.support.server import PATIENCE_S, Server, check_error, wait_for
 from tokenmill import LLM, SamplingParams, StructuredOutputsParams
 from tokenmill_engine.errors import InvalidRequestError
 
@@ -207,6 +210,30 @@ def test_hostile_schemas_hold_nobody_up(client: httpx.Client, smollm_server: Ser
             error = check_error(answer, 400)
             assert error["param"] == "structured_outputs"
         assert json.loads([*lines][-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def compiler_of(server: Server) -> psutil.Process:
+    for process in server.descendants():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[0] == "tokenmill: grammar compiler":
+                return process
+    raise AssertionError("no compiler of grammars")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_met_the_end_of_a_compiler_may_try_again(client: httpx.Client, smollm_server: Server, stream: bool) -> None:
+    texts(client, structured_outputs={"regex": "a"})
+    process = compiler_of(smollm_server)
+    process.suspend()
+    body = {"messages": MESSAGES, "structured_outputs": {"regex": f"b{stream}"}, "stream": stream}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(client.post, "/v1/chat/completions", json=body)
+        wait_for(lambda: smollm_server.metric("num_requests_waiting") == 1, PATIENCE_S, "the request to wait")
+        process.kill()
+        response = waiting.result()
+    assert check_error(response, 503)["code"] == "engine_unavailable"
+    assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("1", "true")
+    assert texts(client, structured_outputs=body["structured_outputs"]) == [f"b{stream}"]
 
 
 def test_free_and_structured_requests_run_together(client: httpx.Client, smollm_server: Server) -> None:

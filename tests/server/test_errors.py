@@ -14,6 +14,7 @@ from tokenmill_engine.errors import (
     EngineStartingError,
     EngineUnavailableError,
     InvalidRequestError,
+    NotBegunError,
     NotFoundError,
     OverloadedError,
     RequestError,
@@ -38,6 +39,7 @@ from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeReques
         (BodyTooLargeError("m"), 413, "invalid_request_error", None, "request_too_large"),
         (UnsupportedEncodingError("m"), 415, "invalid_request_error", None, "unsupported_content_encoding"),
         (EngineStartingError("m"), 503, "server_error", None, "engine_starting"),
+        (NotBegunError("m"), 503, "server_error", None, "engine_unavailable"),
         (OverloadedError("m"), 503, "server_error", None, "server_overloaded"),
         (ShuttingDownError("m"), 503, "server_error", None, "server_shutting_down"),
         (EngineError("m"), 500, "server_error", None, "engine_error"),
@@ -58,11 +60,10 @@ def test_what_was_not_meant_for_clients_stays_inside() -> None:
 
 
 def test_headers_tell_clients_whether_to_retry() -> None:
-    assert describe(OverloadedError("m", retry_after_s=7)).headers == {"retry-after": "7"}
-    assert describe(EngineUnavailableError("m")).headers == {"retry-after": "1"}
+    assert describe(OverloadedError("m", retry_after_s=7)).headers == {"retry-after": "7", "x-should-retry": "true"}
+    for passing in (EngineUnavailableError("m"), EngineStartingError("m"), NotBegunError("m"), ShuttingDownError("m")):
+        assert describe(passing).headers == {"retry-after": "1", "x-should-retry": "true"}
     assert describe(EngineUnavailableError("m", None)).headers == {"x-should-retry": "false"}
-    assert describe(EngineStartingError("m")).headers == {"retry-after": "1"}
-    assert describe(ShuttingDownError("m")).headers == {"retry-after": "1"}
     assert describe(EngineError("m")).headers == {"x-should-retry": "false"}
     assert describe(AuthenticationError("m")).headers == {"www-authenticate": "Bearer"}
 

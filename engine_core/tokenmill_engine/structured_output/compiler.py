@@ -9,7 +9,7 @@ import time
 from typing import Never
 
 from tokenmill_engine.config.engine import ModelConfig
-from tokenmill_engine.errors import EngineError
+from tokenmill_engine.errors import NotBegunError
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.structured_output.asking import BACKENDS, BEGUN, Answer, BackendName, Question, receive, send
 from tokenmill_engine.structured_output.grammar import GrammarError, NotExpressibleError
@@ -48,7 +48,7 @@ class GrammarCompiler:
 
         Raises:
             GrammarError: it is malformed, not supported, or takes more time or memory than it may.
-            EngineError: the process has ended.
+            NotBegunError: the process has ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ours:
@@ -63,7 +63,7 @@ class GrammarCompiler:
                 data = b""
         if len(data) <= len(BEGUN):
             if not data or not self.is_alive:
-                raise EngineError("the process that compiles grammars has ended; the request may be sent again")
+                raise NotBegunError("the process that compiles grammars has ended; the request may be sent again")
             if time.monotonic() - began < question.limit_s:
                 raise GrammarError("it takes too much memory to prepare, or its library fails on it")
             raise GrammarError(f"it takes more than {question.limit_s:g} s to prepare, which is the limit")
@@ -84,7 +84,7 @@ class GrammarCompiler:
         try:
             socket.send_fds(self._jobs, [bytes([BACKENDS.index(backend)])], [job.fileno()])
         except OSError as error:
-            raise EngineError(
+            raise NotBegunError(
                 f"the process that compiles grammars is gone ({os.strerror(error.errno or 0)}); the request may be "
                 "sent again"
             ) from error

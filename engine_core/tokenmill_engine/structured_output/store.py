@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from tokenmill_engine.config.engine import EngineConfig
-from tokenmill_engine.errors import EngineError, TokenmillError
+from tokenmill_engine.errors import EngineError, NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.asking import Question
 from tokenmill_engine.structured_output.backends import Backends, order_of
@@ -64,7 +64,7 @@ class GrammarStore:
         try:
             compiler = self._started_compiler()
         except OSError as error:
-            failed = EngineError(f"grammars cannot be compiled: {error}")
+            failed = NotBegunError(f"grammars cannot be compiled now: {error}")
             self._finished.put((spec, failed))
             self._wake()
             return

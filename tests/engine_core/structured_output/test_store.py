@@ -14,7 +14,7 @@ from tests.support.grammars import spec
 from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.model_files import embedded_model_path
-from tokenmill_engine.errors import EngineError, TokenmillError
+from tokenmill_engine.errors import NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredSpec
 from tokenmill_engine.structured_output import store as store_module
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
@@ -161,7 +161,7 @@ def test_one_that_dies_at_work_is_told(waiting: Waiting) -> None:
     process.kill()
     waiting.woken.get(timeout=PATIENCE_S)
     ((_, error),) = waiting.store.finished()
-    assert isinstance(error, EngineError)
+    assert isinstance(error, NotBegunError)
     wait_for(lambda: has_ended(process), PATIENCE_S, "the compiler to end")
 
 
