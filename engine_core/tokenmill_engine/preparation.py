@@ -19,6 +19,7 @@ from tokenmill_engine.executor.worker_pool import WorkerPool
 from tokenmill_engine.ipc.control import EngineStart
 from tokenmill_engine.ipc.shared_objects import SharedObjects
 from tokenmill_engine.outputs import KVCapacity
+from tokenmill_engine.structured_output.backends import begin_setup
 from tokenmill_engine.worker.gpu_start import begin_context, import_cuda
 
 
@@ -69,6 +70,7 @@ class Preparation:
             raise self._gpu_error
         executor = executor_class(config, shared=SharedObjects(self._segments))
         imported = time.monotonic()
+        begin_setup(config)
         capacity: KVCapacity = executor.initialize()
         return executor, dataclasses.replace(capacity, phases={"import": imported - began, **capacity.phases})
 
@@ -83,6 +85,7 @@ class Preparation:
             raise pool
         pool.gives_up = start.gives_up
         store_path = os.path.join(start.run_dir, f"workers-{start.engine}.{start.incarnation}")
+        begin_setup(start.config)
         executor = MultiprocExecutor(start.config, pool, start.config.rank_of(start.engine), store_path, on_lost)
         return executor, executor.initialize()
 

@@ -21,6 +21,7 @@ from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.errors import EngineDeadError, TokenmillError, describe_os_error
 from tokenmill_engine.ipc.channel import ChannelClosedError, ControlChannel
 from tokenmill_engine.ipc.control import EngineControl, EngineFailed, EngineStart, FromEngine, StartFailed
+from tokenmill_engine.ipc.free_memory import return_free_memory
 from tokenmill_engine.ipc.heartbeat import Heartbeat
 from tokenmill_engine.ipc.lifecycle import become_child, exit_at_once, exit_orphaned, exit_terminated, watch_parent
 from tokenmill_engine.ipc.logs import configure_logging
@@ -142,6 +143,7 @@ def main() -> NoReturn:
     # What exists now lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    return_free_memory()
     _tell_launcher(channel, start, process.ready)
     try:
         process.run()

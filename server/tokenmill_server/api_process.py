@@ -6,7 +6,6 @@ engine cores are ready. Never imports torch or transformers.
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import hashlib
 import logging
@@ -16,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,7 @@ from tokenmill_engine.ipc.control import (
     StartFailed,
     ToApiServer,
 )
+from tokenmill_engine.ipc.free_memory import return_free_memory
 from tokenmill_engine.ipc.lifecycle import become_child, exit_orphaned, exit_terminated
 from tokenmill_engine.ipc.logs import configure_logging
 from tokenmill_engine.ipc.signals import END_SIGNAL
@@ -222,7 +221,7 @@ class ApiServer:
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
-            _return_free_memory()
+            return_free_memory()  # reading a vocabulary took as much as all that is kept of it
             await self._follow(server)
 
     async def _follow(self, server: HttpServer) -> None:
@@ -310,12 +309,6 @@ class ApiServer:
         if self._context.media is not None:
             self._context.media.give_up(reason)
         self._context.generator.fail_all(reason)
-
-
-def _return_free_memory() -> None:
-    """What reading a vocabulary took for a moment is as much as all that is kept of it."""
-    with suppress(AttributeError, OSError):  # other libraries than glibc have no such function
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _fingerprint(start: ApiServerStart) -> str:

@@ -1,15 +1,21 @@
 """The libraries of grammars, set up when they are first needed, and which of them is to do what."""
 
+import contextlib
+import functools
 import threading
-from typing import Protocol
+from typing import Final, Protocol
 
+from tokenmill_engine.config.engine import EngineConfig, ModelConfig
 from tokenmill_engine.config.structured_output import StructuredBackend
+from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.asking import BackendName
 from tokenmill_engine.structured_output.grammar import GrammarBackend
 from tokenmill_engine.structured_output.guidance_backend import GuidanceBackend
 from tokenmill_engine.structured_output.xgrammar_backend import XgrammarBackend, is_lark
 from tokenmill_engine.vocabulary.vocabulary import Vocabulary, read_vocabulary
+
+_USUAL: Final = StructuredSpec(StructuredKind.JSON, "{}")
 
 
 class CompilingBackend(GrammarBackend, Protocol):
@@ -37,6 +43,28 @@ class Backends:
                 kind = XgrammarBackend if name == "xgrammar" else GuidanceBackend
                 self._backends[name] = kind(self._vocabulary)
             return self._backends[name]
+
+
+_shared = functools.cache(Backends)
+
+
+def backends_of(model: ModelConfig) -> Backends:
+    """The same for all of a process: to set them up takes a quarter of a second, and memory."""
+    return _shared(model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
+
+
+def begin_setup(config: EngineConfig) -> threading.Thread:
+    """Has a thread set up the library that most grammars go to, so that no request waits for it and no step beside it:
+    the library keeps all threads of the interpreter waiting meanwhile."""
+    thread = threading.Thread(target=_set_up, args=(config,), name="vocabulary", daemon=True)
+    thread.start()
+    return thread
+
+
+def _set_up(config: EngineConfig) -> None:
+    # What goes wrong here goes wrong again when a request needs it, and is told then.
+    with contextlib.suppress(TokenmillError):
+        backends_of(config.model).of(order_of(config.structured_output.backend, _USUAL)[0])
 
 
 def order_of(wanted: StructuredBackend, spec: StructuredSpec) -> tuple[BackendName, ...]:

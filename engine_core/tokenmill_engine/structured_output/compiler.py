@@ -23,7 +23,7 @@ class GrammarCompiler:
     """Starts the process, and asks it. It ends with the thread that made this object."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Raises OSError if the machine does not allow one more process."""
+        """The thread must live as long as the process is to. Raises OSError if the machine allows no more processes."""
         self._jobs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sending = threading.Lock()
         with theirs:

@@ -4,6 +4,7 @@ Compiling happens in a process of its own (`compiler_process`); threads of this 
 """
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineError, NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.asking import Question
-from tokenmill_engine.structured_output.backends import Backends, order_of
+from tokenmill_engine.structured_output.backends import backends_of, order_of
 from tokenmill_engine.structured_output.compiler import GrammarCompiler
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, NotExpressibleError
 
@@ -39,11 +40,12 @@ class GrammarStore:
         model = config.model
         self._model, self._wake = model, wake
         self._wanted = config.structured_output.backend
-        self._backends = Backends(model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
+        self._backends = backends_of(model)
         self._compiler: GrammarCompiler | None = None
+        self._starting = threading.Lock()
+        self._is_closed = False
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grammar")
-        self._compiling: dict[StructuredSpec, Future[None] | None] = {}
-        """None: it has failed already."""
+        self._compiling: dict[StructuredSpec, Future[None]] = {}
         self._finished: SimpleQueue[Compiled] = SimpleQueue()
         self._cache: OrderedDict[StructuredSpec, Grammar] = OrderedDict()
         """The one used last is the last."""
@@ -57,23 +59,13 @@ class GrammarStore:
         return grammar
 
     def compile(self, spec: StructuredSpec) -> None:
-        """Begin to compile, unless that has begun. Call it in the process's main thread: a process may be started."""
-        if spec in self._compiling:
-            return
-        self._compiling[spec] = None
-        try:
-            compiler = self._started_compiler()
-        except OSError as error:
-            failed = NotBegunError(f"grammars cannot be compiled now: {error}")
-            self._finished.put((spec, failed))
-            self._wake()
-            return
-        self._compiling[spec] = self._threads.submit(self._work, spec, compiler)
+        """Begin to compile, unless that has begun."""
+        if spec not in self._compiling:
+            self._compiling[spec] = self._threads.submit(self._work, spec)
 
     def give_up(self, spec: StructuredSpec) -> None:
         """Nobody waits for it any more: others go first. What has begun is finished."""
-        work = self._compiling.get(spec)
-        if work is not None and work.cancel():
+        if spec in self._compiling and self._compiling[spec].cancel():
             del self._compiling[spec]
 
     def finished(self) -> Iterator[Compiled]:
@@ -90,23 +82,33 @@ class GrammarStore:
 
     def close(self) -> None:
         """End the compiler; nothing is finished any more."""
-        if self._compiler is not None:
-            self._compiler.close()
-            self._compiler = None
+        with self._starting:
+            self._is_closed = True
+            if self._compiler is not None:
+                self._compiler.close()
+                self._compiler = None
         self._threads.shutdown(cancel_futures=True)
 
     def _started_compiler(self) -> GrammarCompiler:
-        if self._compiler is not None and not self._compiler.is_alive:
-            logger.error("the process that compiles grammars has ended; another one is started")
-            self._compiler.close()
-            self._compiler = None
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._model)
-        return self._compiler
+        """It lives as long as the thread that calls this, which is as long as this store is open. Raises NotBegunError
+        if the machine does not allow one more process."""
+        with self._starting:
+            if self._is_closed:
+                raise NotBegunError("no grammars are compiled any more")
+            if self._compiler is not None and not self._compiler.is_alive:
+                logger.error("the process that compiles grammars has ended; another one is started")
+                self._compiler.close()
+                self._compiler = None
+            if self._compiler is None:
+                try:
+                    self._compiler = GrammarCompiler(self._model)
+                except OSError as error:
+                    raise NotBegunError(f"grammars cannot be compiled now: {error}") from error
+            return self._compiler
 
-    def _work(self, spec: StructuredSpec, compiler: GrammarCompiler) -> None:
+    def _work(self, spec: StructuredSpec) -> None:
         try:
-            result: Grammar | TokenmillError = self._compiled(spec, compiler)
+            result: Grammar | TokenmillError = self._compiled(spec, self._started_compiler())
         except TokenmillError as error:
             result = error
         except Exception as error:

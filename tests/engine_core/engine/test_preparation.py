@@ -54,6 +54,19 @@ print(json.dumps([len(early), len(serving), early == serving, len(left)]))
 """
 """What there is before the configuration is known, and after the start."""
 
+GRAMMARS = """
+from tests.support.engine_process import tiny_engine_config
+from tests.support.server import PATIENCE_S, wait_for
+from tokenmill_engine.ipc.control import EngineStart
+from tokenmill_engine.ipc.sockets import local_endpoints
+from tokenmill_engine.preparation import Preparation
+from tokenmill_engine.structured_output.backends import backends_of
+config = tiny_engine_config()
+start = EngineStart(0, 0, "/run", local_endpoints("/run", 0), config, 0.0)
+Preparation(may_use_gpu=False).start_executor(start, print)[0].shutdown()
+wait_for(lambda: "guidance" in backends_of(config.model)._backends, PATIENCE_S, "the library of grammars")
+"""
+
 BROKEN_TRITON = """
 import os
 os.write(1, b"Triton is imported\\n")  # whole, though others write beside
@@ -93,6 +106,11 @@ def run(machine: dict[str, str], device: str, **variables: str) -> list[str]:
 def test_a_broken_triton_fails_a_start_on_a_gpu_only(machine: dict[str, str]) -> None:
     assert run(machine, "cpu") == ["Triton is imported", "ready 64"]
     assert run(machine, "cuda") == ["Triton is imported", "failed: no Triton here"]
+
+
+def test_no_request_waits_for_the_library_of_grammars() -> None:
+    """A start sets it up."""
+    subprocess.run([sys.executable, "-c", GRAMMARS], check=True)
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])

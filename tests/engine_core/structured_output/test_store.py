@@ -1,9 +1,13 @@
 """Grammars are compiled in a process of their own, within limits, and kept."""
 
 import dataclasses
+import fcntl
 import os
 import queue
 import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -16,6 +20,8 @@ from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredSpec
+from tokenmill_engine.structured_output import backends
+from tokenmill_engine.structured_output import compiler as compiler_module
 from tokenmill_engine.structured_output import store as store_module
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
 from tokenmill_engine.structured_output.store import GrammarStore
@@ -63,6 +69,13 @@ def compiler(waiting: Waiting) -> psutil.Process:
     return psutil.Process(waiting.store._compiler._child.process.pid)
 
 
+def num_unread_bytes(waiting: Waiting) -> int:
+    """Of what the compiler was told."""
+    assert waiting.store._compiler is not None
+    answer = fcntl.ioctl(waiting.store._compiler._jobs, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
+
+
 def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -73,6 +86,19 @@ def hostile(depth: int) -> dict[str, object]:
     for level in range(depth):
         schema = {"type": "object", "properties": {f"{name}{level}": schema for name in "ab"}}
     return schema
+
+
+def test_the_first_one_is_no_work_of_the_thread_that_asks() -> None:
+    """Which is the engine core's loop: others start the process and set up the library."""
+    fresh, called = Waiting(), set[str]()
+    sys.setprofile(lambda frame, _event, _argument: called.add(frame.f_code.co_filename))
+    fresh.store.compile(spec("regex", "first"))
+    sys.setprofile(None)
+    assert store_module.__file__ in called
+    assert not called & {compiler_module.__file__, backends.__file__, subprocess.__file__}
+    (grammar,) = fresh.compile(spec("regex", "first"))
+    assert not isinstance(grammar, TokenmillError)
+    fresh.store.close()
 
 
 def test_what_is_compiled_is_kept(waiting: Waiting) -> None:
@@ -158,6 +184,7 @@ def test_one_that_dies_at_work_is_told(waiting: Waiting) -> None:
     process = compiler(waiting)
     process.suspend()
     waiting.store.compile(spec("regex", "d"))
+    wait_for(lambda: num_unread_bytes(waiting) > 0, PATIENCE_S, "the question to be asked")
     process.kill()
     waiting.woken.get(timeout=PATIENCE_S)
     ((_, error),) = waiting.store.finished()
