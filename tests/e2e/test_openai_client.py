@@ -1,6 +1,7 @@
 """The official `openai` client against a running server with the embedded model and two API servers."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 from tests.support.server import PATIENCE_S, Server, wait_for
 from tokenmill_engine.config.model_files import EMBEDDED_MODEL_NAME
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.slow
 REFERENCE: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data" / "smollm2_reference.json").read_text(encoding="utf-8")
 )
+PET_PLEASE: list[Any] = [{"role": "user", "content": "Name a pet, as JSON."}]
 GREEDY: dict[str, Any] = {"model": EMBEDDED_MODEL_NAME, "temperature": 0}
 
 
@@ -101,6 +104,97 @@ def test_errors_have_their_class_and_code(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as later:
         client.chat.completions.create(**GREEDY, messages=conversation(REFERENCE[0]), extra_body={"suffix": "x"})
     assert later.value.param == "suffix"
+
+
+class Pet(BaseModel):
+    name: str
+    legs: int | None
+
+
+@pytest.fixture(scope="module")
+def pet(client: OpenAI) -> Pet:
+    """What the model says of one without a stream."""
+    answer = client.chat.completions.parse(**GREEDY, messages=PET_PLEASE, response_format=Pet, max_tokens=200)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.parsed is not None
+    return answer.choices[0].message.parsed
+
+
+def test_an_object_is_parsed_while_it_comes(client: OpenAI, pet: Pet) -> None:
+    asked = {**GREEDY, "messages": PET_PLEASE, "max_tokens": 200}
+    with client.chat.completions.stream(**asked, response_format=Pet, stream_options={"include_usage": True}) as stream:
+        events = list(stream)
+    texts = [event.snapshot for event in events if event.type == "content.delta"]
+    assert len(texts) > 3
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
+    (done,) = [event for event in events if event.type == "content.done"]
+    final = stream.get_final_completion()
+    assert done.parsed == final.choices[0].message.parsed == pet
+    assert final.usage is not None
+    assert final.usage.completion_tokens >= len(texts)
+
+
+def test_the_async_client_parses_too(smollm_server: Server, pet: Pet) -> None:
+    asked: dict[str, Any] = {**GREEDY, "messages": PET_PLEASE, "max_tokens": 200, "response_format": Pet}
+
+    async def streamed(chats: Any) -> Pet | None:
+        async with chats.stream(**asked) as stream:
+            found: Pet | None = (await stream.get_final_completion()).choices[0].message.parsed
+        return found
+
+    async def run() -> tuple[Any, Pet | None]:
+        async with AsyncOpenAI(base_url=f"{smollm_server.url}/v1", api_key="none") as asynchronous:
+            chats = asynchronous.chat.completions
+            whole, piecemeal = await asyncio.gather(chats.parse(**asked), streamed(chats))
+        return whole.choices[0].message.parsed, piecemeal
+
+    assert asyncio.run(run()) == (pet, pet)
+
+
+def test_an_object_that_is_cut_is_none(client: OpenAI) -> None:
+    """The client says so itself, with what had come."""
+    asked = {**GREEDY, "messages": PET_PLEASE, "max_tokens": 4}
+    with pytest.raises(openai.LengthFinishReasonError) as cut:
+        client.chat.completions.parse(**asked, response_format=Pet)
+    assert cut.value.completion.usage is not None
+    assert cut.value.completion.usage.completion_tokens == 4
+    with (
+        pytest.raises(openai.LengthFinishReasonError),
+        client.chat.completions.stream(**asked, response_format=Pet) as stream,
+    ):
+        stream.get_final_completion()
+
+
+def test_headers_and_the_names_of_requests(client: OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "messages": PET_PLEASE, "max_tokens": 2, "user": "me", "store": False}
+    named = {"X-Request-Id": "my-request"}
+    raw = client.chat.completions.with_raw_response.create(**asked, extra_headers=named)
+    assert set(raw.headers["x-ignored-fields"].split(", ")) == {"user", "store"}
+    assert raw.request_id == "my-request"
+    answer = raw.parse()
+    assert (answer.id, answer._request_id) == ("chatcmpl-my-request", "my-request")
+    with client.chat.completions.with_streaming_response.create(**asked, stream=True, extra_headers=named) as streamed:
+        lines = [line for line in streamed.iter_lines() if line]
+        assert streamed.headers["x-request-id"] == "my-request"
+    assert lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: ") for line in lines)
+
+
+def test_a_client_that_waits_no_longer(smollm_server: Server, client: OpenAI) -> None:
+    """It goes, and so does its request; trying again would not help, so it does not."""
+    aborted = smollm_server.metric("request_success_total", finished_reason="abort")
+    endless: dict[str, Any] = {**GREEDY, "prompt": "Once", "max_tokens": 8000, "extra_body": {"ignore_eos": True}}
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=1, max_retries=0).completions.create(**endless)
+    wait_for(
+        lambda: smollm_server.metric("request_success_total", finished_reason="abort") == aborted + 1,
+        PATIENCE_S,
+        "the end of the request",
+    )
+    with pytest.raises(openai.InternalServerError) as late:
+        client.completions.create(**endless, extra_headers={"X-Request-Timeout-Ms": "1000"})
+    assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+    smollm_server.check_idle()
 
 
 def test_leaving_a_stream_ends_the_request(smollm_server: Server, client: OpenAI) -> None:

@@ -15,7 +15,6 @@ import jsonschema
 import psutil
 import pytest
 from openai import OpenAI
-from pydantic import BaseModel
 
 from tests.support.server import PATIENCE_S, Server, check_error, wait_for
 from tokenmill import LLM, SamplingParams, StructuredOutputsParams
@@ -119,22 +118,6 @@ def test_a_stream_says_the_same(client: httpx.Client, smollm_server: Server) -> 
         chunks = official.chat.completions.create(**fields, stream=True, extra_body=body)
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert [streamed] == texts(client, structured_outputs={"json": PERSON}, temperature=0)
-
-
-def test_models_of_pydantic_are_parsed(smollm_server: Server) -> None:
-    class Pet(BaseModel):
-        name: str
-        legs: int | None
-
-    with OpenAI(base_url=f"{smollm_server.url}/v1", api_key="none", max_retries=0) as official:
-        parsed = official.chat.completions.parse(
-            model=official.models.list().data[0].id,
-            messages=[{"role": "user", "content": "Name a pet."}],
-            response_format=Pet,
-            temperature=0,
-            max_tokens=200,
-        )
-    assert isinstance(parsed.choices[0].message.parsed, Pet)
 
 
 def test_the_end_is_put_off_but_not_denied(client: httpx.Client) -> None:

@@ -91,6 +91,30 @@ def test_a_function_by_name(client: OpenAI) -> None:
     check_weather(call.function.arguments)
 
 
+def test_a_conversation_about_a_call(client: OpenAI) -> None:
+    """As agents have it: the streamed call goes back with its result, in the client's own objects, and is answered."""
+    asked = {**ASKED, "tools": [WEATHER], "parallel_tool_calls": False}
+    with client.chat.completions.stream(**asked, tool_choice="required") as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    assert kinds.count("tool_calls.function.arguments.delta") > 3
+    assert final.finish_reason == "tool_calls"
+    (call,) = final.message.tool_calls or []
+    check_weather(call.function.arguments)
+
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "clear"}'}
+    history = [*ASKED["messages"], final.message, result]
+    body = {"return_prompt_text": True}
+    answer = client.chat.completions.create(**{**asked, "messages": history}, tool_choice="none", extra_body=body)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.model_extra is not None
+    prompt = answer.model_extra["prompt_text"]
+    assert f'"arguments": {json.dumps(json.loads(call.function.arguments), ensure_ascii=False)}' in prompt
+    assert '<tool_response>\n{"sky": "clear"}\n</tool_response>' in prompt
+
+
 def test_a_function_without_parameters(client: OpenAI) -> None:
     several = client.chat.completions.create(
         **ASKED, tools=[NOW], tool_choice={"type": "function", "function": {"name": "now"}}, n=1

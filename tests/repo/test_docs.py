@@ -1,5 +1,6 @@
 """What the pages say exists: files, commands, flags, metrics, dependencies."""
 
+import json
 import re
 import subprocess
 import sys
@@ -114,6 +115,22 @@ def test_every_dependency_is_pinned() -> None:
         name = re.match(r"[\w-]+", requirement)
         assert name is not None
         assert name[0] in pinned | {"triton"}, name[0]
+
+
+def test_clients_are_pinned_and_justified() -> None:
+    """The list of Python's begins with those that are wanted for themselves. Locks name no registry."""
+    folder, text = REPO / "tests/clients", (REPO / "CONTRIBUTING.md").read_text()
+    wanted, *_ = (folder / "requirements.txt").read_text().split("\n\n")
+    lines = [line for line in (folder / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\w.]+", line)] == []
+    names = [line.partition("==")[0] for line in wanted.splitlines() if line[0] != "#"]
+    npm = json.loads((folder / "package.json").read_text())["dependencies"]
+    assert names
+    assert [name for name in (*names, *npm) if f"`{name}`" not in text] == []
+    lock = (folder / "package-lock.json").read_text()
+    assert '"resolved"' not in lock
+    packages = json.loads(lock)["packages"]
+    assert {name: packages[f"node_modules/{name}"]["version"] for name in npm} == npm
 
 
 def test_version_is_in_the_changelog() -> None:

