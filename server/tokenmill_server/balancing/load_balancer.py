@@ -26,7 +26,7 @@ from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import EngineLoad, MediaItem
 from tokenmill_server.balancing.cached_blocks import CachedBlocks
 from tokenmill_server.balancing.home_rank import home_rank, share_of
-from tokenmill_server.balancing.prompt_blocks import PromptBlocks, name_blocks
+from tokenmill_server.balancing.prompt_blocks import BlockNames, PromptBlocks
 from tokenmill_server.balancing.rank_load import RankLoad, TypicalRequest
 
 RANK_HEADER = "X-data-parallel-rank"
@@ -77,6 +77,7 @@ class LoadBalancer:
         self._ranks = [_Rank() for _ in range(num_engines)]
         self._num_api_servers = num_api_servers
         self._block_size = block_size if num_engines > 1 else None
+        self._names = None if self._block_size is None else BlockNames(self._block_size)
         self._max_num_seqs = max_num_seqs
         self._typical = TypicalRequest()
         self._next = 0
@@ -92,9 +93,9 @@ class LoadBalancer:
         media: Sequence[MediaItem] = (),
     ) -> PromptBlocks:
         """What `choose` and `sent` want to know of a prompt."""
-        if self._block_size is None or not reads_cache:
+        if self._names is None or not reads_cache:
             return PromptBlocks(len(token_ids), num_sequences)
-        return PromptBlocks(len(token_ids), num_sequences, name_blocks(token_ids, self._block_size, cache_salt, media))
+        return PromptBlocks(len(token_ids), num_sequences, self._names.of(token_ids, cache_salt, media))
 
     def choose(self, prompt: PromptBlocks, pinned: int | None = None) -> int:
         """The engine for a prompt, or `pinned` itself. If all are lost, one of them.
