@@ -138,9 +138,11 @@ class HttpClient:
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """(status, body)."""
-        sink = CollectSink()
-        status, error = await self._send("GET", path, b"", sink)
-        return status, error or bytes(sink.body)
+        return await self._exchange_whole("GET", path, b"")
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """(status, body) of the answer, whatever it is made of."""
+        return await self._exchange_whole("POST", path, body)
 
     async def stream(self, path: str, body: bytes, record: RequestRecord) -> StreamSink:
         """POST `body` and keep the event stream: `close` of the result fills `record`. Every failure ends up in
@@ -161,6 +163,11 @@ class HttpClient:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
+
+    async def _exchange_whole(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        sink = CollectSink()
+        status, error = await self._send(method, path, body, sink)
+        return status, error or bytes(sink.body)
 
     async def _send(self, method: str, path: str, body: bytes, sink: BodySink) -> tuple[int, bytes]:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}\r\n"
