@@ -209,7 +209,7 @@ class ApiServer:
         loop.add_signal_handler(END_SIGNAL, exit_terminated, self._channel, self._start.run_dir)
         with socket.socket(fileno=self._start.listen_fd) as listener:
             server = HttpServer(create_app(self._context), listener, self._counts, self._tls)
-            self._context.generator.after_outputs(server.flush)
+            self._context.generator.around_outputs(server.writes.gather, server.writes.flush)
             loop.add_reader(self._channel.fileno(), self._receive)
             self._receive()
             if self._events.empty():  # engine cores are loading: who asks is told so

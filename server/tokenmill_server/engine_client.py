@@ -40,6 +40,8 @@ _CONNECT_TIMEOUT_S = 30.0
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
 """Between two looks whether a socket is connected: local ones are at once, others may not be for ever."""
 _RETRY_AFTER_S = 1
+_POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+"""Enumerations are slow to calculate with."""
 _MAX_MESSAGES = 64
 """That one wake-up hands out: an engine core which is faster than this process must not keep it from all else."""
 
@@ -78,6 +80,8 @@ class EngineClient:
         """Called when an engine core wants requests again, with the tensors of their media."""
         self.on_sent: Callable[[int, int], None] = _not_counted
         """Called with an engine core and the bytes of a message that was sent to it."""
+        self.on_waking: Callable[[], None] = _nothing
+        """Called before a wake-up hands out what has come."""
         self.on_drained: Callable[[], None] = _nothing
         """Called when a wake-up has handed out what had come."""
         self.on_connection_broken: Callable[[EngineReady], None] = _nobody_reconnects
@@ -271,14 +275,19 @@ class EngineClient:
         if link is None:
             return False
         num_messages = 0
-        while num_messages < _MAX_MESSAGES and _option(link.output, zmq.EVENTS) & zmq.POLLIN:
-            try:
-                frame = link.output.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            num_messages += 1
-            self._handle(frame)
-        self.on_drained()
+        self.on_waking()
+        try:
+            while num_messages < _MAX_MESSAGES:
+                try:
+                    frame = link.output.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                num_messages += 1
+                self._handle(frame)
+                if not int(link.output.getsockopt(zmq.EVENTS)) & _POLLIN:
+                    break
+        finally:
+            self.on_drained()
         return num_messages == _MAX_MESSAGES
 
     def _handle(self, frame: bytes) -> None:
@@ -300,7 +309,7 @@ class EngineClient:
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         poll_s = _MIN_POLL_S
         try:
-            while not _option(socket, zmq.EVENTS) & zmq.POLLOUT:
+            while not _option(socket, zmq.EVENTS) & _POLLOUT:
                 if self._closed or time.monotonic() > deadline:
                     raise EngineDeadError(f"the engine does not answer at {endpoint}")
                 await asyncio.sleep(poll_s)

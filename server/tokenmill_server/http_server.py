@@ -42,17 +42,14 @@ class HttpServer:
         self._state = ServerState()
         self._counts = counts
         self._loop = asyncio.get_running_loop()
-        self._writes = WriteBatch()
+        self.writes = WriteBatch()
+        """What is written to all connections."""
         self._acceptor = Acceptor(listener, counts, self._new_protocol, tls)
         self._set_date()
 
     def open(self) -> None:
         """Starts accepting, if it has not."""
         self._acceptor.open()
-
-    def flush(self) -> None:
-        """Sends what has been written to all connections in this turn of the event loop, which else its end does."""
-        self._writes.flush()
 
     @property
     def num_open(self) -> int:
@@ -76,7 +73,7 @@ class HttpServer:
         await asyncio.sleep(_POLL_S)
 
     def _new_protocol(self) -> asyncio.Protocol:
-        return HttpConnection(self._config, self._state, self._counts, self._writes)
+        return HttpConnection(self._config, self._state, self._counts, self.writes)
 
     def _set_date(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]

@@ -29,6 +29,7 @@ from tokenmill_server.processing.collector import Collector
 from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
 from tokenmill_server.processing.output_processor import Choice, Generation, OutputListener
 from tokenmill_server.processing.tokenizer import Tokenizer
+from tokenmill_server.token_latencies import TokenLatencies
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class TextGenerator:
         self.on_queue: Callable[[int, int], None] = _nobody_counts
         """Called with the open sequences, and the prompt tokens of those without an answer, when they have changed."""
         self._num_queued_tokens = 0
+        self._latencies = TokenLatencies(metrics)
         self._on_drained: dict[int, Callable[[], None]] = {}
         """By engine that drains and has something open here."""
         client.on_output = self._on_step
@@ -71,9 +73,9 @@ class TextGenerator:
         still waits."""
         self._client.on_connection_broken = call
 
-    def after_outputs(self, call: Callable[[], None]) -> None:
-        """`call` is called whenever the outputs that had come have been handed to their listeners."""
-        self._client.on_drained = call
+    def around_outputs(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Whenever outputs have come, `before` is called, they are handed to their listeners, and `after` is called."""
+        self._client.on_waking, self._client.on_drained = before, after
 
     def disconnect(self) -> None:
         """Lets go of the engine cores. Nothing may be open."""
@@ -128,6 +130,7 @@ class TextGenerator:
         open_ids = [choice.request_id for choice in generation.choices if choice.request_id in self._choices]
         for request_id in open_ids:
             del self._choices[request_id]
+        self._latencies.count(generation.engine)
         self._resender.give_up(generation)
         self._client.abort(generation.engine, open_ids, FinishReason.ABORT)
         if generation.deadline_timer is not None:
@@ -232,10 +235,12 @@ class TextGenerator:
         request_ids: list[int] = memoryview(output.request_ids).cast("q").tolist()
         num_tokens: list[int] = memoryview(output.num_tokens).cast("i").tolist()
         token_ids: list[int] = memoryview(output.token_ids).cast("i").tolist()
-        self._take_prompt_results(output, request_ids)
-        finishes: dict[int, Finish] = {finish.index: finish for finish in output.finishes}
-        logprobs: dict[int, TokenLogprobs] = {piece.index: piece for piece in output.logprobs}
-        step = _Step(output.engine, time.monotonic())
+        if output.cached_tokens or output.prefill_times or output.prompt_logprobs:
+            self._take_prompt_results(output, request_ids)
+        finishes = {finish.index: finish for finish in output.finishes} if output.finishes else {}
+        logprobs = {piece.index: piece for piece in output.logprobs} if output.logprobs else {}
+        queue = len(self._choices), self._num_queued_tokens
+        step = _Step(output.engine, time.monotonic(), self._latencies.of(output.engine))
         start = 0
         for index, request_id in enumerate(request_ids):
             end = start + num_tokens[index]
@@ -245,9 +250,11 @@ class TextGenerator:
             start = end
         for reason, request_ids_stopped in step.stopped.items():
             self._client.abort(output.engine, request_ids_stopped, reason)
-        self._tell_queue()
-        if self._metrics is not None and step.latencies:
-            self._metrics.inter_token_latency[output.engine].observe_many(step.latencies)
+        if queue != (len(self._choices), self._num_queued_tokens):
+            self._tell_queue()
+            self._latencies.count(output.engine)
+        else:
+            self._latencies.count_many(output.engine)
 
     def _take_prompt_results(self, output: StepOutput, request_ids: list[int]) -> None:
         for index, num_cached in output.cached_tokens:
@@ -332,10 +339,10 @@ class _Step:
 
     __slots__ = ("engine", "latencies", "stopped", "time")
 
-    def __init__(self, engine: int, now: float) -> None:
+    def __init__(self, engine: int, now: float, latencies: list[float]) -> None:
         self.engine = engine
         self.time = now
-        self.latencies: list[float] = []
+        self.latencies = latencies
         self.stopped: dict[FinishReason, list[int]] = {}
         """Requests that this front end has ended, by why."""
 

@@ -24,10 +24,15 @@ class WriteBatch:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[BatchedTransport] = []
+        self._is_gathering = False
+
+    def gather(self) -> None:
+        """Who calls this flushes the batch in this turn, so nothing else needs to."""
+        self._is_gathering = True
 
     def add(self, transport: "BatchedTransport") -> None:
         """`transport` has begun to hold bytes."""
-        if not self._waiting:
+        if not self._waiting and not self._is_gathering:
             self._loop.call_soon(self.flush)
         self._waiting.append(transport)
 
@@ -38,6 +43,7 @@ class WriteBatch:
 
     def flush(self) -> None:
         """Writes what all of them hold. A connection that cannot be written to is given up, not the others."""
+        self._is_gathering = False
         waiting, self._waiting = self._waiting, []
         for transport in waiting:
             try:

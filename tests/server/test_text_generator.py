@@ -36,14 +36,16 @@ async def test_complete(tokenizer: Tokenizer) -> None:
         assert generator.num_open == 0
 
 
-async def test_a_wake_up_ends_with_a_call_however_many_requests_it_served(tokenizer: Tokenizer) -> None:
+async def test_a_wake_up_is_between_two_calls_however_many_requests_it_served(tokenizer: Tokenizer) -> None:
     async with generating(tokenizer) as (generator, _):
+        befores: list[int] = []
         calls: list[int] = []
-        generator.after_outputs(lambda: calls.append(generator.num_open))
+        generator.around_outputs(lambda: befores.append(generator.num_open), lambda: calls.append(generator.num_open))
         requests = [request(tokenizer, f"word {index}", max_tokens=6) for index in range(30)]
         await generator.complete_all(requests)
         assert calls[-1] == 0  # after the last output, whose requests are over by then
-        assert len(calls) < 30 * 6
+        assert befores[0] == 30
+        assert len(befores) == len(calls) < 30 * 6
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])

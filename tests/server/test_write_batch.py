@@ -151,3 +151,26 @@ async def test_the_end_of_what_we_send(batch: WriteBatch, first: Connection, sec
     assert not first.transport.is_reading()
     first.transport.resume_reading()
     assert first.transport.is_reading()
+
+
+@in_event_loop
+async def test_who_gathers_flushes_by_hand(batch: WriteBatch, first: Connection, second: Connection) -> None:
+    batch.gather()
+    first.transport.hold(b"a")
+    await asyncio.sleep(0.01)
+    assert first.arrived() is None
+    batch.flush()
+    assert first.arrived() == b"a"
+    second.transport.hold(b"b")  # the next turn is one like any other
+    await asyncio.sleep(0.01)
+    assert second.arrived() == b"b"
+
+
+@in_event_loop
+async def test_gathering_joins_what_waits_already(batch: WriteBatch, first: Connection, second: Connection) -> None:
+    first.transport.hold(b"a")
+    batch.gather()
+    first.transport.hold(b"b")
+    second.transport.hold(b"c")
+    batch.flush()
+    assert (first.arrived(), second.arrived()) == (b"ab", b"c")

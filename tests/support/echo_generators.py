@@ -9,6 +9,7 @@ from typing import Any
 from tests.support.echo_engine import EchoEngine
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.messages import SamplingParams
+from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.balancing.load_balancer import LoadBalancer
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.processing.generation import GenerationRequest, TokenLogprob
@@ -19,11 +20,11 @@ from tokenmill_server.text_generator import TextGenerator
 
 @asynccontextmanager
 async def generating(
-    tokenizer: Tokenizer, num_engines: int = 1, **options: Any
+    tokenizer: Tokenizer, num_engines: int = 1, metrics: FrontendMetrics | None = None, **options: Any
 ) -> AsyncIterator[tuple[TextGenerator, list[EchoEngine]]]:
     with tempfile.TemporaryDirectory(prefix="tokenmill-test-") as run_dir:
         engines = [EchoEngine(run_dir, index, **options).start() for index in range(num_engines)]
-        generator = TextGenerator(EngineClient(0, 0, LoadBalancer(num_engines)), tokenizer)
+        generator = TextGenerator(EngineClient(0, 0, LoadBalancer(num_engines)), tokenizer, metrics)
         for engine in engines:
             await generator.connect(engine.ready())
         try:
