@@ -41,6 +41,7 @@ def run(server: Server, *command: str | Path) -> None:
         "CLIENT_BASE_URL": f"{server.url}/v1",
         "CLIENT_API_KEY": API_KEY,
         "CLIENT_MODEL": EMBEDDED_MODEL_NAME,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # the prices of models that it comes with, not those of the internet
     }
     assert VENV.is_dir(), "the clients are not installed: run `make clients`"
     done = subprocess.run(
@@ -52,6 +53,11 @@ def run(server: Server, *command: str | Path) -> None:
     server.check_idle()
     server.check_alive()
     assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("client", ["langchain", "litellm", "llama_index"])
+def test_python(server: Server, client: str) -> None:
+    run(server, VENV / "bin/python", "-m", "pytest", "-q", f"test_{client}.py")
 
 
 def test_openai_node(server: Server) -> None:
