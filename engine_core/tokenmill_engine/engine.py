@@ -89,6 +89,7 @@ class EngineCore:
             media=config.model.media,
             max_item_tokens=config.scheduler.max_item_tokens,
             num_positions=config.model.num_positions,
+            makes_vectors=config.model.pooling is not None,
         )
         num_stages = config.parallel.pipeline_parallel_size
         self._depth = steps_under_way(num_stages, config.scheduler.async_scheduling)

@@ -276,6 +276,15 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     ranks: bytes
 
 
+class PooledVector(msgspec.Struct, array_like=True, frozen=True):
+    """What a model that generates no text made of a prompt, as it is before it is brought to length 1."""
+
+    index: int
+    """Position of the request in the `StepOutput`."""
+    values: bytes
+    """float32, little-endian."""
+
+
 class EngineLoad(msgspec.Struct, array_like=True, frozen=True):
     """State of an engine core after a step, for balancing."""
 
@@ -309,6 +318,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """(index, number of prompt tokens found in the prefix cache), once per request with its first output."""
     prefill_times: list[tuple[int, float]] = []
     """(index, seconds from its first step to its first token), with `cached_tokens`."""
+    vectors: list[PooledVector] = []
+    """Each with the end of its request."""
 
 
 class LoadReport(msgspec.Struct, array_like=True, tag=True, frozen=True):

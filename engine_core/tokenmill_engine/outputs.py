@@ -183,6 +183,8 @@ class StepResult:
     encoder_s: float = 0.0
     """Seconds that the worker of this result encoded media in, or that of the first stage whose part it has; part of
     `elapsed_s`. 0 if it was not measured."""
+    vectors: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    """row -> [size] what the prompt became, if the model makes vectors. Such a row has one new token, of no meaning."""
     lost_entries: tuple[int, ...] = ()
     """Entries of `StepMedia` that are not there although they should be: their images could not be encoded."""
 

@@ -71,6 +71,8 @@ class Request:
     priority: int = 0
     media: tuple[MediaItem, ...] = ()
     """Images of the prompt, ascending by offset."""
+    makes_vector: bool = False
+    """Nothing is generated: it ends with the step that completes its prompt, and is one vector."""
     queued_time: float = 0.0
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Names of the leading full blocks, as far as they were needed yet."""
@@ -151,6 +153,8 @@ class RequestLimits:
     """Placeholders of the largest image."""
     num_positions: int = 0
     """As in `ModelConfig`; for a model of text alone without a meaning."""
+    makes_vectors: bool = False
+    """The model generates no text."""
 
 
 def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Random) -> Request:
@@ -167,6 +171,8 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
     prompt = np.frombuffer(message.prompt_token_ids, dtype="<i4")
     num_prompt = len(prompt)
     sampling = message.sampling
+    if limits.makes_vectors:
+        sampling = msgspec.structs.replace(sampling, max_tokens=0)
     if num_prompt == 0:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
     room, needed = limits.max_model_len - num_prompt, min(1, 1 if sampling.max_tokens is None else sampling.max_tokens)
@@ -199,6 +205,7 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
         arrival_time=message.arrival_time,
         priority=message.priority,
         media=message.media,
+        makes_vector=limits.makes_vectors,
     )
 
 

@@ -69,6 +69,7 @@ from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.request_templates import RequestTemplates
 from tokenmill_server.processing.tokenizer import load_tokenizer
+from tokenmill_server.processing.vectors import make_vector_inputs
 from tokenmill_server.readiness import Phase, Readiness
 from tokenmill_server.text_generator import TextGenerator
 from tokenmill_server.tls import make_tls_context
@@ -164,6 +165,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
             inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup, store
         ),
         request_templates=RequestTemplates(inputs.template, trusted=config.trust_request_chat_template),
+        vectors=make_vector_inputs(inputs, start.engine.model.pooling),
         admission=admission,
     )
 

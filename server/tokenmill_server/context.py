@@ -18,6 +18,7 @@ from tokenmill_server.multimodal.wishes import MediaWishes, read_wishes
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
 from tokenmill_server.processing.request_templates import RequestTemplates
 from tokenmill_server.processing.shown import shown
+from tokenmill_server.processing.vectors import VectorInputs
 from tokenmill_server.protocol.chat import ChatRequest, chat_options
 from tokenmill_server.protocol.tokenize import TokenizeRequest
 from tokenmill_server.readiness import Readiness
@@ -44,6 +45,8 @@ class ServerContext:
     media: MediaChats | None = None
     """None: the model takes text alone."""
     request_templates: RequestTemplates = field(default_factory=lambda: RequestTemplates(None, trusted=False))
+    vectors: VectorInputs | None = None
+    """None: the model generates text."""
     admission: Admission | None = None
     """None: nothing limits how much may be open."""
 
@@ -82,6 +85,22 @@ class ServerContext:
         if name and name not in self.config.served_model_names:
             served = ", ".join(self.config.served_model_names)
             raise NotFoundError(f"the model {shown(name)} does not exist; served: {served}", "model", "model_not_found")
+
+    def check_use(self, makes_vectors: bool) -> None:
+        """Raises InvalidRequestError unless the model is there to make vectors, or to generate text, as is asked."""
+        if makes_vectors == (self.vectors is not None):
+            return
+        if makes_vectors:
+            raise InvalidRequestError(
+                f"{shown(self.model_name)} generates text; a server started with --runner pooling makes vectors of it",
+                "model",
+                "unsupported_model",
+            )
+        raise InvalidRequestError(
+            f"{shown(self.model_name)} makes vectors and generates no text here; use /v1/embeddings",
+            "model",
+            "unsupported_model",
+        )
 
 
 def context_of(request: Request) -> ServerContext:

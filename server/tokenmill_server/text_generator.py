@@ -235,7 +235,7 @@ class TextGenerator:
         request_ids: list[int] = memoryview(output.request_ids).cast("q").tolist()
         num_tokens: list[int] = memoryview(output.num_tokens).cast("i").tolist()
         token_ids: list[int] = memoryview(output.token_ids).cast("i").tolist()
-        if output.cached_tokens or output.prefill_times or output.prompt_logprobs:
+        if output.cached_tokens or output.prefill_times or output.prompt_logprobs or output.vectors:
             self._take_prompt_results(output, request_ids)
         finishes = {finish.index: finish for finish in output.finishes} if output.finishes else {}
         logprobs = {piece.index: piece for piece in output.logprobs} if output.logprobs else {}
@@ -269,6 +269,10 @@ class TextGenerator:
             choice = self._choices.get(request_ids[piece.index])
             if choice is not None:
                 choice.generation.add_prompt_logprobs(choice, piece)
+        for vector in output.vectors:
+            choice = self._choices.get(request_ids[vector.index])
+            if choice is not None:
+                choice.generation.vector = vector.values
 
     def _take_tokens(
         self,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.support.server import PATIENCE_S
 from tokenmill_engine.config.engine import EngineConfig
@@ -23,6 +24,9 @@ class Told:
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     finishes: list[FinishReason] = field(default_factory=list)
+    messages: list[str | None] = field(default_factory=list)
+    vectors: list[NDArray[np.float32]] = field(default_factory=list)
+    num_cached: int = 0
 
 
 class CoreRequests:
@@ -70,3 +74,8 @@ class CoreRequests:
             told[rows.index].prompt_logprobs.extend(np.frombuffer(rows.logprobs, "<f4").tolist())
         for finish in message.finishes:
             told[finish.index].finishes.append(finish.reason)
+            told[finish.index].messages.append(finish.message)
+        for vector in message.vectors:
+            told[vector.index].vectors.append(np.frombuffer(vector.values, "<f4"))
+        for index, num_cached in message.cached_tokens:
+            told[index].num_cached = num_cached

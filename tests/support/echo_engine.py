@@ -29,6 +29,7 @@ from tokenmill_engine.messages import (
     FinishReason,
     Hello,
     MediaMissing,
+    PooledVector,
     StepOutput,
     TokenLogprobs,
 )
@@ -44,6 +45,11 @@ def made_up_logprob(token_id: int) -> float:
 def echo_tokens(prompt: list[int], count: int, shift: int = 0) -> list[int]:
     """What the engine answers."""
     return [prompt[(index + shift) % len(prompt)] for index in range(count)]
+
+
+def echo_vector(prompt: list[int], size: int) -> list[float]:
+    """What the engine makes of a prompt."""
+    return [float(sum(prompt) % (index + 7) - 3 * index) for index in range(size)]
 
 
 @dataclass
@@ -73,6 +79,8 @@ class EchoEngine:
     """Reached as one on another machine."""
     num_segments: int = 0
     """As in `EngineReady`."""
+    vector_size: int = 0
+    """Above 0: every request is answered with a vector, `echo_vector` of its prompt."""
     added: list[AddRequest] = field(default_factory=list)
     """Every request ever received."""
     aborted: list[tuple[int, FinishReason]] = field(default_factory=list)
@@ -177,11 +185,18 @@ class EchoEngine:
         logprobs: list[TokenLogprobs] = []
         prompt_logprobs: list[TokenLogprobs] = []
         cached: list[tuple[int, int]] = []
+        vectors: list[PooledVector] = []
         for index, sequence in enumerate(sequences):
             first = sequence.num_output == 0
             if sequence.prompt[0] == POISON:
                 counts.append(0)
                 finishes.append(Finish(index, FinishReason.ERROR, message="the logits are not numbers"))
+                continue
+            if self.vector_size:
+                counts.append(0)
+                finishes.append(Finish(index, FinishReason.STOP))
+                values = echo_vector(sequence.prompt, self.vector_size)
+                vectors.append(PooledVector(index, struct.pack(f"<{len(values)}f", *values)))
                 continue
             new, finish = self._advance(index, sequence)
             counts.append(len(new))
@@ -209,6 +224,7 @@ class EchoEngine:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             cached_tokens=cached,
+            vectors=vectors,
         )
 
     def _advance(self, index: int, sequence: Sequence) -> tuple[list[int], Finish | None]:

@@ -26,9 +26,23 @@ class RopeConfig:
     """Number of leading head dimensions that rotate; None for all."""
 
 
+Activation = Literal["gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoderConfig:
+    """What BERT (arXiv:1810.04805) has and decoders have not. Every token sees all others, positions are learnt, norms
+    are layer norms with biases and follow what they belong to."""
+
+    num_positions: int
+    num_types: int
+    """Kinds of tokens: those of a first text and those of a second."""
+    activation: Activation
+
+
 @dataclass(frozen=True, slots=True)
 class ArchitectureConfig:
-    """Shape of a dense decoder-only transformer (Llama, Mistral, Qwen2, Qwen3 families).
+    """Shape of a dense decoder-only transformer (Llama, Mistral, Qwen2, Qwen3 families), or of a text encoder.
 
     `layer_windows[i]` is the sliding window of layer i in tokens (itself and window - 1 before it), or None.
     """
@@ -52,10 +66,17 @@ class ArchitectureConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     checkpoint_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    text_encoder: TextEncoderConfig | None = None
+    """Of a model that reads a text as a whole and generates none. `rms_norm_eps` is that of its layer norms then, and
+    what is about rotation, windows and output embeddings has no meaning."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the decoder, with tied embeddings counted once."""
+        """Weights of the model, with tied embeddings counted once."""
+        if self.text_encoder is not None:
+            layer = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size + 9 * self.hidden_size
+            rows = self.vocab_size + self.text_encoder.num_positions + self.text_encoder.num_types + 2
+            return self.num_layers * (layer + self.intermediate_size) + rows * self.hidden_size
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)

@@ -58,9 +58,11 @@ def resolve_dtype(
 ) -> DtypeName:
     """The compute type. `auto` is bfloat16 whatever the checkpoint holds: float32 ones are too slow to serve as they
     are, float16 ones overflow less. GPUs older than Ampere have no bfloat16 units and take float16, unless the
-    checkpoint is bfloat16, whose range float16 cannot hold."""
+    checkpoint is bfloat16, whose range float16 cannot hold. Text encoders are small: on a CPU they are float32."""
     if requested != "auto":
         return requested
+    if architecture.text_encoder is not None and device.kind == "cpu":
+        return "float32"
     has_bfloat16 = device.compute_capability is None or device.compute_capability >= _FIRST_BFLOAT16_CAPABILITY
     if has_bfloat16:
         return "bfloat16"

@@ -10,6 +10,7 @@ from typing import Literal
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.config.media import EncoderMode, MediaConfig
 from tokenmill_engine.config.parallel import ParallelConfig
+from tokenmill_engine.config.pooling import PoolingConfig
 from tokenmill_engine.config.structured_output import StructuredOutputConfig
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -41,6 +42,8 @@ class ModelConfig:
     """How prompts carry images; None for models of text alone, and for others of which only that is wanted."""
     encoder_mode: EncoderMode = "weights"
     """How workers that share each layer share the vision encoder."""
+    pooling: PoolingConfig | None = None
+    """How texts become vectors; None for a model that generates text."""
 
     @property
     def num_positions(self) -> int:
@@ -87,6 +90,8 @@ class SchedulerConfig:
     """Rows of encoder output that are kept for later steps and other requests."""
     disable_chunked_mm_input: bool = False
     """An image is computed in one step, never in chunks: what does not fit into a step ends in front of it."""
+    whole_prompts: bool = False
+    """Every prompt is computed in one step: its tokens see those that come after them."""
 
     @property
     def max_item_tokens(self) -> int:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
+from tokenmill_engine.config.hf_bert import TEXT_ENCODERS, parse_text_encoder
 from tokenmill_engine.config.hf_media import MEDIA_ARCHITECTURES, decoder_json, media_architecture
 from tokenmill_engine.errors import ConfigError
 
 Json = dict[str, Any]
 
 TEXT_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-SUPPORTED_ARCHITECTURES = TEXT_ARCHITECTURES + MEDIA_ARCHITECTURES
+SUPPORTED_ARCHITECTURES = TEXT_ARCHITECTURES + MEDIA_ARCHITECTURES + TEXT_ENCODERS
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -49,7 +50,8 @@ def read_optional_json(path: Path) -> Json:
 
 
 def parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureConfig:
-    """The decoder that a `config.json` describes, under the name of the whole model; `source` names it in errors.
+    """The decoder or text encoder that a `config.json` describes, under the name of the whole model; `source` names it
+    in errors.
 
     Raises ConfigError for another architecture, another activation, quantized weights, missing or malformed numbers.
     """
@@ -57,7 +59,7 @@ def parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureCo
         whole = media_architecture(config)
         if whole is not None:
             return replace(_parse_architecture(decoder_json(config, source), source), name=whole)
-        return _parse_architecture(config, source)
+        return parse_text_encoder(config, source) or _parse_architecture(config, source)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} is malformed: {error!r}") from error
 

@@ -28,6 +28,7 @@ from tokenmill_engine.config.hf_folder import (
 )
 from tokenmill_engine.config.hf_media import decoder_json, parse_media
 from tokenmill_engine.config.media import MediaConfig
+from tokenmill_engine.config.pooling import PoolingConfig, read_sentence_model
 from tokenmill_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class ModelFiles:
     """temperature, top_p, top_k, min_p, repetition_penalty, max_tokens: those that the model's authors set."""
     media: MediaConfig | None = None
     """How prompts carry images; None for models of text alone."""
+    pooling: PoolingConfig | None = None
+    """How its authors make vectors with it; None for models that were made to generate text."""
 
 
 def resolve_model(name: str | None, tokenizer: str | None = None) -> ModelFiles:
@@ -212,6 +215,12 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
     media = parse_media(config, str(config_file))
     decoder = config if media is None else decoder_json(config, str(config_file))
     special = read_special_tokens(folder)
+    sentences = read_sentence_model(folder)
+    max_position, pooling = architecture.max_position_embeddings, None if sentences is None else sentences.pooling
+    if sentences is not None and sentences.max_tokens is not None:
+        max_position = min(max_position, sentences.max_tokens)
+    if pooling is None and architecture.text_encoder is not None:
+        pooling = PoolingConfig("cls")
     return ModelFiles(
         name=name,
         path=str(folder),
@@ -222,9 +231,10 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
         eos_token_ids=read_eos_token_ids(decoder, folder, special.eos_token_id),
         bos_token=special.bos_token,
         eos_token=special.eos_token,
-        max_position=architecture.max_position_embeddings,
+        max_position=max_position,
         generation_defaults=read_generation_defaults(folder),
         media=media,
+        pooling=pooling,
     )
 
 

@@ -71,6 +71,8 @@ class DenseDecoder:
         self.architecture = architecture
         self.stage = stage = stage or whole_model(architecture.num_layers)
         self.dtype = TORCH_DTYPES[config.dtype]
+        self.makes_vectors = config.pooling is not None
+        """Normed hidden states are what is wanted of it, not tokens."""
         self._attention = attention or built_in(device, self.dtype)
         self.device = device
         self._placement = placement = Placement(self.dtype, device, group)
@@ -136,7 +138,8 @@ class DenseDecoder:
 
     def own_name(self, name: str) -> str | None:
         """What `targets` calls a tensor of a Hugging Face checkpoint; None for one that the model does not use."""
-        return name
+        is_bare = name.startswith(("embed_tokens.", "layers.", "norm."))
+        return f"model.{name}" if is_bare else name  # it was saved without a head
 
     def finalize(self, allow_fused: bool = True) -> None:
         """Brings the loaded weights into the form that the device's kernels like best; the plain ones are freed.

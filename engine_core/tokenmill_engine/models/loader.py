@@ -25,6 +25,7 @@ from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.layers.placement import Target, cut
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.lanes import Lane
+from tokenmill_engine.models.loadable import Loadable
 from tokenmill_engine.models.mapping import Destination, match_gguf, match_safetensors
 from tokenmill_engine.models.part_source import PartSource
 from tokenmill_engine.models.registry import model_class
@@ -37,7 +38,7 @@ _MAX_THREADS = 8
 _RUN_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
 """Of a run of elements, in the wider of its two types. CPU: dequantization stays in the second-level cache. CUDA: so
 large that threads seldom need Python's lock, which whoever prepares kernels meanwhile has most of the time."""
-_NORM_WEIGHT = re.compile(r"(?:norm[12]?|ln_q)\.weight$")
+_NORM_WEIGHT = re.compile(r"(?:[nN]orm[12]?|ln_q)\.weight$")
 _SWITCH_INTERVAL_S = 0.0005
 """How long they wait for the lock at most."""
 
@@ -72,7 +73,7 @@ class WeightLoading:
     """Weights on their way into a new model, in threads of their own. On a GPU they are random numbers until they
     arrive: meanwhile the model can be run and timed, for all but its answers."""
 
-    def __init__(self, model: DenseDecoder, config: ModelConfig) -> None:
+    def __init__(self, model: Loadable, config: ModelConfig) -> None:
         self._model = model
         self._config = config
         self._started = time.monotonic()
@@ -136,7 +137,7 @@ def _release_page_locked_memory() -> None:
         release()
 
 
-def load_weights(model: DenseDecoder, config: ModelConfig, cancelled: threading.Event | None = None) -> None:
+def load_weights(model: Loadable, config: ModelConfig, cancelled: threading.Event | None = None) -> None:
     """Fills every parameter of a new model; gives up with CancelledError once `cancelled` is set. Raises ConfigError
     as `load_model`."""
     cancelled = cancelled or threading.Event()

@@ -9,7 +9,7 @@ import torch
 from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.layers.placement import Share, Target
-from tokenmill_engine.models.dense_decoder import DenseDecoder
+from tokenmill_engine.models.loadable import Loadable
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -56,7 +56,7 @@ class Destination:
         return f"{self.name} from {self.part[0].first}"
 
 
-def match_safetensors(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destination]:
+def match_safetensors(model: Loadable, shapes: Shapes, source: str) -> list[Destination]:
     """Destinations of a Hugging Face checkpoint. Raises ConfigError as `_match`."""
     spelled = {own: name for name in shapes if (own := model.own_name(name)) is not None}
     destinations = _match(model.targets(), shapes, source, lambda own: spelled.get(own, own))
@@ -65,7 +65,7 @@ def match_safetensors(model: DenseDecoder, shapes: Shapes, source: str) -> list[
     return destinations
 
 
-def match_gguf(model: DenseDecoder, shapes: Shapes, source: str) -> list[Destination]:
+def match_gguf(model: Loadable, shapes: Shapes, source: str) -> list[Destination]:
     """Destinations of a GGUF file. Raises ConfigError as `_match`.
 
     Files of architecture `llama` hold the rows of q and k in the order of interleaved rotation: within each head, row

@@ -51,6 +51,7 @@ class EncoderBudget:
         self.max_encoded = config.max_num_encoder_tokens
         self.max_tokens_if_whole = config.max_num_batched_tokens if config.disable_chunked_mm_input else None
         """Tokens of a step, if no image may be cut."""
+        self.whole_prompts = config.whole_prompts
 
     def share(self, allowance: Allowance, leaving: Collection[Request] = ()) -> "MediaAllowance":
         """The allowance of one step for rows with and without images. What requests that are `leaving` hold counts as
@@ -168,6 +169,8 @@ class MediaAllowance:
 
     def grant(self, request: Request, num_pending: int, num_computed: int) -> int:
         """Tokens that a row computes of its `num_pending`, after the `num_computed` it has; 0 if it must wait."""
+        if self._budget.whole_prompts and num_pending > self.num_left:
+            return 0
         if num_computed >= request.media_end:
             return self._allowance.grant(num_pending, num_computed)
         reach = self._reach(request, num_computed, min(num_pending, self.num_left))

@@ -27,6 +27,8 @@ class StepOutcome:
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     prefilled: dict[int, Request] = field(default_factory=dict)
     """Entries whose prompt is complete for the first time."""
+    vectors: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    """By entry."""
 
 
 def slice_logprobs(rows: LogprobRows, start: int, end: int) -> LogprobRows:

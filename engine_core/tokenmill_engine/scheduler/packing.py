@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill_engine.ipc.ids import CLIENT_SHIFT
-from tokenmill_engine.messages import EngineLoad, Finish, StepOutput, TokenLogprobs
+from tokenmill_engine.messages import EngineLoad, Finish, PooledVector, StepOutput, TokenLogprobs
 from tokenmill_engine.outputs import LogprobRows
 from tokenmill_engine.scheduler.outcome import StepOutcome
 
@@ -61,6 +61,9 @@ def _pack_entries(
         cached_tokens=[(index, r.num_cached_tokens) for index, r in _select(entries, outcome.prefilled)],
         prefill_times=[
             (index, r.first_token_time - r.first_scheduled_time) for index, r in _select(entries, outcome.prefilled)
+        ],
+        vectors=[
+            PooledVector(index, vector.astype("<f4").tobytes()) for index, vector in _select(entries, outcome.vectors)
         ],
     )
 

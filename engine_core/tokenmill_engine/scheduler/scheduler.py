@@ -361,6 +361,7 @@ class Scheduler:
             },
             prompt_logprobs={int(entries[row]): piece for row, piece in prompt_logprobs.items()},
             prefilled=self._newly_prefilled(plan, rows, kept, stops),
+            vectors={int(entries[row]): vector for row, vector in result.vectors.items() if tells[row]},
         )
         for row, stop in stops.items():
             request = self._table.request(int(plan.slots[row]))

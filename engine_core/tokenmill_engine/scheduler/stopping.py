@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill_engine.messages import FinishReason
+from tokenmill_engine.request import Request
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 
 
@@ -35,7 +36,7 @@ def append_tokens(
         position = table.num_outputs[slots[rows]]
         room = position < table.max_outputs[slots[rows]]
         if not room.all():
-            stops.update((row, Stop(FinishReason.LENGTH)) for row in rows[~room].tolist())
+            stops.update((row, _stop_without_room(table.request(slots[row]))) for row in rows[~room].tolist())
             rows, position = rows[room], position[room]
         if len(rows) == 0:
             break
@@ -45,6 +46,11 @@ def append_tokens(
         kept[rows] += 1
         stops.update(_find_stops(table, rows, slots[rows], tokens, eos_token_ids))
     return kept, stops
+
+
+def _stop_without_room(request: Request) -> Stop:
+    """Of a request that keeps no token."""
+    return Stop(FinishReason.STOP if request.makes_vector else FinishReason.LENGTH)
 
 
 def _find_stops(

@@ -1,7 +1,8 @@
 """The bytes that each vocabulary entry stands for.
 
-Both tokenizer families of our models (byte-level BPE and SentencePiece with byte fallback) decode by concatenation,
-so a table of bytes turns detokenization into one look-up per token. Text is only made of whole UTF-8 characters.
+Both tokenizer families of models that generate text (byte-level BPE and SentencePiece with byte fallback) decode by
+concatenation, so a table of bytes turns detokenization into one look-up per token. Text is only made of whole UTF-8
+characters. Of WordPiece, which text encoders have, the bytes are those of the pieces, without what is between words.
 """
 
 import json
@@ -27,14 +28,24 @@ def build_token_bytes(backend: Backend) -> list[bytes]:
         convert = _byte_level_bytes
     elif kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         convert = _sentencepiece_bytes
+    elif kinds == {"WordPiece"}:
+        convert = _wordpiece_bytes
     else:
         names = ", ".join(sorted(kinds)) or "none"
-        raise ConfigError(f"the tokenizer's decoder ({names}) is not supported; byte-level BPE and SentencePiece are")
+        raise ConfigError(
+            f"the tokenizer's decoder ({names}) is not supported; byte-level BPE, SentencePiece and WordPiece are"
+        )
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         table[token_id] = convert(token)
     return table
+
+
+def keeps_all_text(backend: Backend) -> bool:
+    """Whether each character of a text is in one of its tokens. WordPiece drops spaces and makes one token of a long
+    word that it does not know."""
+    return "WordPiece" not in set(_decoder_kinds(backend))
 
 
 def incomplete_tail(data: bytes) -> bytes:
@@ -84,3 +95,7 @@ def _byte_level_bytes(token: str) -> bytes:
 def _sentencepiece_bytes(token: str) -> bytes:
     match = _BYTE_TOKEN.match(token)
     return bytes([int(match[1], 16)]) if match else token.replace(_SPACE_MARK, " ").encode()
+
+
+def _wordpiece_bytes(token: str) -> bytes:
+    return token.removeprefix("##").encode()

@@ -16,7 +16,7 @@ from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling.logprobs import Logprobs, RawScores
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker.inputs import StepRows
-from tokenmill_engine.worker.results import HostTokens, PendingResult, ScoredRows
+from tokenmill_engine.worker.results import HostTokens, PendingResult, ScoredRows, to_host
 from tokenmill_engine.worker.slots import SlotTables
 
 _SCORE_PIECE_ELEMENTS = 1 << 24
@@ -72,9 +72,12 @@ class ModelRunner:
         prompt_logprobs = None
         if scored is not None and hidden.every is not None:
             prompt_logprobs = self._score_prompts(plan, step.rows, hidden.every, scored).to_host()
+        vectors = None
+        if self._model.makes_vectors:
+            vectors = to_host(hidden.chosen[: len(step.rows.sample_rows)].to(torch.float32, copy=True))
         sampled = step.sample(hidden)
         logprobs = self._own(step.rows, sampled)
-        return PendingResult(plan, step.rows, step.finish(sampled), logprobs, prompt_logprobs)
+        return PendingResult(plan, step.rows, step.finish(sampled), logprobs, prompt_logprobs, vectors)
 
     def _own(self, rows: StepRows, sampled: Sampled) -> ScoredRows | None:
         """Log-probabilities of the sampled tokens, by row of the plan."""

@@ -11,6 +11,7 @@ from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult, without_
 from tokenmill_engine.sampling.logprobs import Logprobs
 from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_engine.worker.inputs import StepRows
+from tokenmill_engine.worker.pooling import with_vectors
 
 _INVALID_MESSAGE = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
 
@@ -44,7 +45,7 @@ class ScoredRows:
     def to_host(self) -> "ScoredRows":
         """The same on the host, once the device got there."""
         scores = self.scores
-        copies = Logprobs(_to_host(scores.token_ids), _to_host(scores.logprobs), _to_host(scores.ranks))
+        copies = Logprobs(to_host(scores.token_ids), to_host(scores.logprobs), to_host(scores.ranks))
         return ScoredRows(self.rows, self.counts, self.num_top, copies)
 
     def split(self) -> dict[int, LogprobRows]:
@@ -71,7 +72,9 @@ class PendingResult:
         tokens: HostTokens,
         logprobs: ScoredRows | None,
         prompt_logprobs: ScoredRows | None,
+        vectors: torch.Tensor | None = None,
     ) -> None:
+        """`vectors`: those of the sampling rows, float32 [num_samples, size], on their way to the host as well."""
         self._plan = plan
         self._sample_rows = rows.sample_rows
         self._missing = rows.missing
@@ -79,6 +82,7 @@ class PendingResult:
         self._tokens = tokens
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
+        self._vectors = vectors
 
     def wait(self) -> StepResult:
         """Blocks until the device is done with the step. Call it once."""
@@ -106,6 +110,8 @@ class PendingResult:
             elapsed_s=times.elapsed_s,
             encoder_s=self._encoder_time.seconds() if self._encoder_time is not None else times.encoder_s,
         )
+        if self._vectors is not None:
+            result = with_vectors(result, self._sample_rows, self._vectors.numpy())
         return result if self._missing is None else without_images(result, [self._missing.told(self._plan.step)])
 
 
@@ -115,7 +121,7 @@ def without_tokens(plan: StepPlan, elapsed_s: float = 0.0) -> StepResult:
     return StepResult(plan.step, no_tokens, np.zeros(plan.num_reqs, np.int32), elapsed_s=elapsed_s)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in pinned memory, valid once the stream got there; a CPU tensor itself."""
     if not tensor.is_cuda:
         return tensor

@@ -23,6 +23,8 @@ class TokenChooser:
         if num_samples == 0:
             return Sampled(torch.empty(0, dtype=torch.int32, device=self._device))
         hidden = hidden[:num_samples]
+        if self._model.makes_vectors:
+            return Sampled(_meaningless(hidden))
         if self.features(rows) == 0:
             return Sampled(self._model.argmax_token(hidden).to(torch.int32))
         logits = self._model.compute_logits(hidden)
@@ -40,6 +42,13 @@ class TokenChooser:
     def choose_on_device(self, hidden: torch.Tensor, slots: torch.Tensor, features: int) -> torch.Tensor:
         """int32 or int64 [n]: as `choose`, for rows that need no more than `features`, without a look at them on the
         host. `slots` are int32 [n] on the device, -1 for padding."""
+        if self._model.makes_vectors:
+            return _meaningless(hidden)
         if features == 0:
             return self._model.argmax_token(hidden)
         return self._sampler.sample_on_device(self._model.compute_logits(hidden), slots, features)
+
+
+def _meaningless(hidden: torch.Tensor) -> torch.Tensor:
+    """A token for each row of a model that makes vectors: its request ends without looking at it."""
+    return torch.zeros(len(hidden), dtype=torch.int32, device=hidden.device)

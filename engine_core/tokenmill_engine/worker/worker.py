@@ -14,6 +14,7 @@ from tokenmill_engine.distributed.group import ALONE, Group
 from tokenmill_engine.errors import StartupError
 from tokenmill_engine.ipc.shared_objects import NOTHING_SHARED, SharedObjects
 from tokenmill_engine.kv_cache.spec import group_layers
+from tokenmill_engine.models.bert import BertEncoder
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES
 from tokenmill_engine.models.loader import WeightLoading, build_model
 from tokenmill_engine.outputs import KVCapacity, MissingImages, StepPlan
@@ -23,6 +24,7 @@ from tokenmill_engine.worker.cpu import CpuBackend
 from tokenmill_engine.worker.media_links import MediaLinks
 from tokenmill_engine.worker.runner import PendingStep, Runner
 from tokenmill_engine.worker.slots import SlotShape
+from tokenmill_engine.worker.text_encoder import TextEncoderRunner, claim_device
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Worker:
             StartupError: the machine cannot give what the configuration asks for.
         """
         config = self._config
+        if config.model.architecture.text_encoder is not None:
+            return self._initialize_text_encoder(config)
         with self._phase("device"):
             backend = self._claim_device()
             self._device, self._chain = backend.device, backend.chain
@@ -96,6 +100,33 @@ class Worker:
             prefill_costs=backend.prefill_costs,
         )
         self._report(capacity)
+        return capacity
+
+    def _initialize_text_encoder(self, config: EngineConfig) -> KVCapacity:
+        """Blocks are counted, so that as many texts are under way as there are slots, but none has memory."""
+        if config.model.pooling is None:
+            raise ValueError(f"{config.model.architecture.name} generates no text")
+        with self._phase("device"):
+            self._device = claim_device(config, self._device_index)
+        with self._phase("model"):
+            model = BertEncoder(config.model, self._device)
+        with WeightLoading(model, config.model) as loading:
+            self._finish_loading(loading)
+        with self._phase("warmup"):
+            runner = TextEncoderRunner(model, config.model.pooling.kind)
+            runner.warm_up()
+            self._runner = runner
+        block_size, max_model_len = config.cache.block_size, config.model.max_model_len
+        capacity = KVCapacity(
+            num_blocks=config.scheduler.max_num_seqs * (-(-max_model_len // block_size) + 1),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            kv_cache_bytes=0,
+            groups=group_layers(()),
+            attention_backend="torch",
+            phases=dict(self._phases),
+        )
+        logger.info("text encoder ready: %s, no KV cache", model.architecture.name)
         return capacity
 
     @property

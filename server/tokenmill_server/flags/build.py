@@ -2,6 +2,7 @@
 weights is checked here: the model folder, the tokenizer, the device, lengths and sizes against each other."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from tokenmill_server.flags.data_parallel import resolve_data_parallel
 from tokenmill_server.flags.encoder import check_encoder, with_wanted_media
 from tokenmill_server.flags.media_settings import resolve_media, resolve_placement
 from tokenmill_server.flags.parser_choice import resolve_parsers
+from tokenmill_server.flags.pooling_choice import check_text_encoder, fit_whole_prompts, resolve_pooling
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.flags.workers import engines_flag, resolve_workers
@@ -56,6 +58,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     device = detect_device(values["device"])
     workers = resolve_workers(values, files.architecture, device, parallel.size_local)
     check_encoder(files, values)
+    check_text_encoder(values, files, workers)
     if device.kind == "cpu" and values.is_given("gpu_memory_utilization"):
         logger.warning(
             "%s has no effect on the CPU; use --kv-cache-memory-bytes to size the KV cache",
@@ -72,10 +75,16 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
     server = _server_config(values, files, names, api_servers)
     make_tls_context(server)  # whatever is wrong with it is a start error
     caches = resolve_placement(server.media, files, api_servers, len(parallel.served_ranks))
+    model, scheduler, cache = fit_whole_prompts(
+        values,
+        _model_config(values, files, load_format, dtype),
+        _scheduler_config(values, device, offline=offline),
+        CacheConfig(**_section(values, "cache")),
+    )
     engine = EngineConfig(
-        model=_model_config(values, files, load_format, dtype),
-        cache=CacheConfig(**_section(values, "cache")),
-        scheduler=_scheduler_config(values, device, offline=offline),
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
         device=_device_config(values, files, device, dtype, parallel.size_local * workers.world_size),
         observability=_observability_config(values, names[0]),
         parallel=workers,
@@ -188,11 +197,14 @@ def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat
             f"{values.stated('max_model_len')} is more than the {files.max_position} positions of "
             f"{files.name}; use at most {files.max_position}, or auto"
         )
+    pooling, architecture = resolve_pooling(values, files), files.architecture
+    if pooling is not None and files.kind == "hf":
+        architecture = replace(architecture, tie_word_embeddings=True)  # nothing needs the others
     return ModelConfig(
         name=files.name,
         path=files.path,
         tokenizer_path=files.tokenizer_path,
-        architecture=files.architecture,
+        architecture=architecture,
         load_format=load_format,
         dtype=dtype,
         seed=values["seed"],
@@ -201,6 +213,7 @@ def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat
         eos_token_ids=files.eos_token_ids,
         max_logprobs=values["max_logprobs"],
         media=files.media,
+        pooling=pooling,
         encoder_mode=values["mm_encoder_tp_mode"],
     )
 

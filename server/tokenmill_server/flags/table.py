@@ -24,6 +24,7 @@ from tokenmill_server.flags.parsers import (
     text_list,
 )
 from tokenmill_server.flags.parsing import PARSING
+from tokenmill_server.flags.pooling import POOLING
 from tokenmill_server.flags.structured import STRUCTURED
 from tokenmill_server.flags.video import VIDEO
 
@@ -375,6 +376,7 @@ _GROUPS = (
     _FRONTEND,
     HTTP,
     PARSING,
+    POOLING,
     PARALLEL,
     FAULTS,
     _CACHE,

@@ -63,9 +63,6 @@ _ROWS = [
     *_switches("false", "enable-eplb", "enable-dbo", "numa-bind"),
     # Model and loading
     _value("quantization", "none", short="-q"),
-    _value("runner", "auto", "generate"),
-    _value("convert", "auto", "none"),
-    _value("task", "auto", "generate"),
     _value("tokenizer-mode", "auto", "hf", "slow", "fast"),
     UnsupportedFlag(
         "trust-remote-code",

@@ -62,6 +62,7 @@ class Collector:
             num_cached_tokens=generation.num_cached_tokens,
             prompt_logprobs=generation.prompt_logprobs(),
             timings=timings_of(generation),
+            vector=generation.vector,
         )
 
 

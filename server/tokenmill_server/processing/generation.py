@@ -72,3 +72,5 @@ class RequestOutput:
     """One per prompt token; the first has none."""
     timings: dict[str, Any] | None = None
     """As `timings_of` has it."""
+    vector: bytes | None = None
+    """What a model that generates no text made of the prompt: as in `messages.PooledVector`."""

@@ -87,6 +87,8 @@ class InputProcessor:
         """Names that the chat template reads from outside."""
         self.fill_in_middle = find_fill_in_middle(tokenizer)
         """How the model is asked for the middle of a text; None: it does not know that."""
+        self.num_reserved = 0 if config.model.pooling is not None else 1
+        """Tokens that a prompt must leave room for."""
         self._max_logprobs = config.model.max_logprobs
         self.eos_token_ids = config.model.eos_token_ids
         self._structured_output = config.structured_output
@@ -132,7 +134,7 @@ class InputProcessor:
 
     def check_text_length(self, num_chars: int, num_tokens: int, param: str) -> None:
         """Raises ContextLengthError for a text that has more than `num_tokens` tokens whatever they are."""
-        if num_chars > num_tokens * self._max_token_bytes:
+        if self.tokenizer.keeps_all_text and num_chars > num_tokens * self._max_token_bytes:
             raise ContextLengthError(
                 f"the text has {num_chars} characters, which is more than {num_tokens} tokens can say", param
             )
@@ -181,9 +183,7 @@ class InputProcessor:
 
         Raises InvalidRequestError (ContextLengthError if the prompt is too long) naming the field.
         """
-        check_priority(priority)
-        if priority and not self._priorities:
-            raise InvalidRequestError("priority needs a server started with --scheduling-policy priority", "priority")
+        self.check_priority(priority)
         return GenerationRequest(
             label=label,
             prompt_token_ids=prompt.token_ids,
@@ -196,6 +196,12 @@ class InputProcessor:
             media=prompt.media,
             media_supply=prompt.media_supply,
         )
+
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequestError if the scheduler would not look at it."""
+        check_priority(priority)
+        if priority and not self._priorities:
+            raise InvalidRequestError("priority needs a server started with --scheduling-policy priority", "priority")
 
     def _fitted(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
         max_tokens = self._max_tokens(sampling.max_tokens, prompt)
@@ -242,11 +248,12 @@ class InputProcessor:
         return room if wanted is None else min(wanted, room)
 
     def check_fits(self, num_prompt_tokens: int, param: str) -> None:
-        """Raises ContextLengthError for a prompt of so many tokens if that leaves no room for another."""
-        if num_prompt_tokens >= self.max_model_len:
+        """Raises ContextLengthError for a prompt of so many tokens if that leaves no room for another; of a model that
+        generates none, if it is too long itself."""
+        if num_prompt_tokens > self.max_model_len - self.num_reserved:
             raise ContextLengthError(
                 f"this model's maximum context length is {self.max_model_len} tokens and the prompt alone has "
-                f"{num_prompt_tokens}; it may have at most {self.max_model_len - 1}",
+                f"{num_prompt_tokens}; it may have at most {self.max_model_len - self.num_reserved}",
                 param,
             )
 
@@ -265,7 +272,7 @@ class InputProcessor:
         """What is left of a prompt. Raises InvalidRequestError for more than the model takes."""
         if truncation is None:
             return token_ids
-        limit = self.max_model_len - 1 if truncation.max_tokens == -1 else truncation.max_tokens
+        limit = self.max_model_len - self.num_reserved if truncation.max_tokens == -1 else truncation.max_tokens
         if not 0 <= limit <= self.max_model_len:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens must be -1 or between 0 and {self.max_model_len}", "truncate_prompt_tokens"

@@ -46,6 +46,7 @@ class Generation:
         "num_queued_tokens",
         "prefill_s",
         "request",
+        "vector",
     )
 
     def __init__(self, request: GenerationRequest, listener: OutputListener, tokenizer: Tokenizer, engine: int) -> None:
@@ -62,6 +63,8 @@ class Generation:
         """Prompt tokens, until the first token of the answer is there."""
         self.deadline_timer: asyncio.TimerHandle | None = None
         self.first_token_time: float | None = None
+        self.vector: bytes | None = None
+        """As in `RequestOutput`; it comes with the end."""
         self._prompt_logprobs: list[TokenLogprobs] = []
         self.choices = [Choice(index, self, tokenizer) for index in range(sampling.n)]
         self.num_open = sampling.n

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenmill_engine.config.gguf_file import is_gguf
 from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
 from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
-from tokenmill_engine.vocabulary.token_bytes import build_token_bytes
+from tokenmill_engine.vocabulary.token_bytes import build_token_bytes, keeps_all_text
 from tokenmill_server.processing.fast_encoder import make_fast_encoder
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.token_bytes = build_token_bytes(backend)
         """Bytes of each id."""
+        self.keeps_all_text = keeps_all_text(backend)
+        """Whether a text has no more characters than the bytes of its tokens."""
         self.visible_bytes = list(self.token_bytes)
         """The same with nothing for special tokens."""
         for token_id in self.special_token_ids:

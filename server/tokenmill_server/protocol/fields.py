@@ -75,12 +75,26 @@ class RepetitionFields(BaseModel):
         )
 
 
-class GenerationFields(BaseModel):
-    """What chat and completions have in common. None means: not given."""
+class CommonFields(BaseModel):
+    """What all requests for a model's work have in common. None means: not given."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
+    priority: Int | None = None
+    request_id: str | None = None
+
+    def check_common(self) -> None:
+        """Raises InvalidRequestError for contradictions that need no model to see."""
+        if self.request_id is not None and not is_request_id(self.request_id):
+            raise InvalidRequestError(
+                f"request_id must have 1 to {_MAX_REQUEST_ID_CHARS} printable ASCII characters", "request_id"
+            )
+
+
+class GenerationFields(CommonFields):
+    """What chat and completions have in common."""
+
     n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -110,20 +124,18 @@ class GenerationFields(BaseModel):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: Int | None = None
     cache_salt: str | None = None
     repetition_detection: RepetitionFields | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def check_common(self) -> None:
-        """Raises InvalidRequestError for contradictions that need no model to see."""
+        """As in `CommonFields`."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
         options = self.stream_options
@@ -140,10 +152,7 @@ class GenerationFields(BaseModel):
                 f"cache_salt must have 1 to {_MAX_CACHE_SALT_CHARS} characters, none of them @ / \\ or NUL",
                 "cache_salt",
             )
-        if self.request_id is not None and not is_request_id(self.request_id):
-            raise InvalidRequestError(
-                f"request_id must have 1 to {_MAX_REQUEST_ID_CHARS} printable ASCII characters", "request_id"
-            )
+        super().check_common()
 
     def truncation(self) -> Truncation | None:
         if self.truncate_prompt_tokens is None:

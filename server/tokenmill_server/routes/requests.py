@@ -20,12 +20,12 @@ from tokenmill_server.processing.output_processor import OutputListener
 from tokenmill_server.processing.sse import EventBuffer
 from tokenmill_server.protocol.beams import beam_options
 from tokenmill_server.protocol.chunks import StreamOptionsInEffect, StreamSession
-from tokenmill_server.protocol.fields import GenerationFields, ignored_fields, refuse_unsupported
+from tokenmill_server.protocol.fields import CommonFields, GenerationFields, ignored_fields, refuse_unsupported
 from tokenmill_server.protocol.logprobs import LogprobFormatter
 from tokenmill_server.protocol.partners import without_partner
 from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.request_log import ANSWER, answer_of, answer_so_far
-from tokenmill_server.routes.bodies import ModelT, parse, read_json
+from tokenmill_server.routes.bodies import Json, ModelT, parse, read_json
 from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.replying import EventStreamResponse, while_connected
 
@@ -133,7 +133,22 @@ class Call:
 
 
 async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT]:
-    """Reads and checks what every generating route checks, in the order in which a client should hear of it.
+    """Reads and checks what every generating route checks.
+
+    Raises RequestError, pydantic's ValidationError, or OverloadedError while the server takes no work.
+    """
+    call, body, fields = await begin_call(request, model, makes_vectors=False)
+    if not isinstance(fields, GenerationFields):
+        raise TypeError(f"{model.__name__} is no model of a generating route")
+    call.beams = beam_options(fields)
+    ignored = ignored_fields(body, model.model_fields) + without_partner(fields)
+    note_ignored(call.context, call.headers, sorted(ignored))
+    return call, fields
+
+
+async def begin_call(request: Request, model: type[ModelT], *, makes_vectors: bool) -> tuple[Call, Json, ModelT]:
+    """Reads and checks what every route checks that has the model do something, in the order in which a client should
+    hear of it: the call, and the body as it came and as it was read. `makes_vectors`: what the route is for.
 
     Raises RequestError, pydantic's ValidationError, or OverloadedError while the server takes no work.
     """
@@ -145,9 +160,10 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
         context.admission.check_room()
     refuse_unsupported(body, model.model_fields)
     fields = parse(body, model)
-    if not isinstance(fields, GenerationFields):
-        raise TypeError(f"{model.__name__} is no model of a generating route")
+    if not isinstance(fields, CommonFields):
+        raise TypeError(f"{model.__name__} is no model of a route that needs the model")
     context.check_model(fields.model)
+    context.check_use(makes_vectors)
     fields.check_common()
     if fields.request_id is not None and not request.state.has_own_id:
         request.state.request_id = fields.request_id
@@ -161,12 +177,10 @@ async def open_call(request: Request, model: type[ModelT]) -> tuple[Call, ModelT
         pinned_engine=None if rank is None else context.engine_of(rank),
         deadline=_deadline(request, arrival_time),
         priority=priority if priority is not None else fields.priority or 0,
-        beams=beam_options(fields),
+        beams=None,
         headers={},
     )
-    ignored = ignored_fields(body, model.model_fields) + without_partner(fields)
-    note_ignored(context, call.headers, sorted(ignored))
-    return call, fields
+    return call, body, fields
 
 
 def api_key_of(request: Request) -> str:

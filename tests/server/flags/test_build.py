@@ -155,6 +155,7 @@ RESOLVED_BY_OTHER_TESTS = {
     *TLS_FIELDS,
     *("media.limits", "media.video_reading", "media.processor_kwargs"),
     "model.media",
+    "model.pooling",
     "model.tokenizer_path",
     "server.default_sampling",
 }

@@ -3,7 +3,7 @@ what the engine is asked, or what the client gets."""
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -12,13 +12,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from tests.support.api_server import Server, engine_config, run_server
-from tests.support.compatibility.fields import BASES, COMMON, FIELDS
+from tests.support.compatibility.fields import BASES, FIELDS, VECTOR_PATHS, common_fields
 from tests.support.compatibility.replies import REPLIES, SHOWN
 from tests.support.compatibility.routes import ROUTES
 from tests.support.compatibility.rows import FieldRow, ReplyRow, RouteRow, Status
 from tests.support.sse import is_error, post_stream
 from tokenmill_engine.config.engine import SchedulerConfig
 from tokenmill_engine.config.model_files import embedded_model_path
+from tokenmill_engine.config.pooling import PoolingConfig
 from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
 
 TEMPLATE = (
@@ -32,17 +33,44 @@ STARTED = (Status.WORKS, Status.DIFFERS)
 
 
 @pytest.fixture(scope="module")
-def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With everything that a flag allows, and a tokenizer that ends texts with a token of its own."""
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer that ends texts with a token of its own."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = load_gguf_tokenizer(str(embedded_model_path()))
     tokenizer.post_processor = TemplateProcessing(single="$A <|im_start|>", special_tokens=[("<|im_start|>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    engine = engine_config(tokenizer_path=str(folder))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def able(tokenizer_folder: str) -> Iterator[Server]:
+    """With everything that a flag allows."""
+    engine = engine_config(tokenizer_path=tokenizer_folder)
     engine = dataclasses.replace(engine, scheduler=SchedulerConfig(policy="priority"))
     wishes = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     with run_server(engine=engine, trust_request_chat_template=True, per_request_metrics=True, **wishes) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def able_embedder(tokenizer_folder: str) -> Iterator[Server]:
+    """The same where vectors are made."""
+    engine = engine_config(tokenizer_path=tokenizer_folder, pooling=PoolingConfig("last"))
+    engine = dataclasses.replace(engine, scheduler=SchedulerConfig(policy="priority"))
+    with run_server(engine=engine, engine_options={"vector_size": 576}) as server:
+        yield server
+
+
+@pytest.fixture
+def server_of(able: Server, server: Server, able_embedder: Server, embedder: Server) -> Callable[[str, bool], Server]:
+    """The server to try a path on: an able one, or one without flags."""
+
+    def choose(path: str, is_able: bool) -> Server:
+        if path in VECTOR_PATHS:
+            return able_embedder if is_able else embedder
+        return able if is_able else server
+
+    return choose
 
 
 def outcome(server: Server, path: str, body: dict[str, Any]) -> tuple[httpx.Response, Any]:
@@ -60,46 +88,51 @@ def outcome(server: Server, path: str, body: dict[str, Any]) -> tuple[httpx.Resp
 
 def request_of(path: str, row: FieldRow) -> tuple[dict[str, Any], dict[str, Any]]:
     """A body with the field, and one without it."""
-    plain = {**COMMON, **BASES[path], **row.beside}
+    plain = {**common_fields(path), **BASES[path], **row.beside}
     if path == "/v1/completions" and row.name == "logprob_token_ids":
         plain["logprobs"] = 0
     return {**plain, row.name: row.value}, plain
 
 
 @pytest.mark.parametrize("path", BASES)
-def test_the_same_request_has_the_same_outcome(able: Server, path: str) -> None:
+def test_the_same_request_has_the_same_outcome(server_of: Callable[[str, bool], Server], path: str) -> None:
     """Or else a difference would not be that of a field."""
-    for body in ({**COMMON, **BASES[path]}, {**COMMON, **BASES[path], "stream": True}):
+    able, plain = server_of(path, True), {**common_fields(path), **BASES[path]}
+    for body in (plain, {**plain, "stream": True}):
         assert outcome(able, path, body)[1] == outcome(able, path, body)[1]
 
 
 @pytest.mark.parametrize(("path", "row"), TRIED, ids=IDS)
-def test_a_field_is_what_the_table_says(able: Server, server: Server, path: str, row: FieldRow) -> None:
+def test_a_field_is_what_the_table_says(server_of: Callable[[str, bool], Server], path: str, row: FieldRow) -> None:
     body, plain = request_of(path, row)
-    response, result = outcome(able if row.status in STARTED else server, path, body)
+    tried = server_of(path, row.status in STARTED)
+    response, result = outcome(tried, path, body)
     listed = response.headers.get("x-ignored-fields", "").split(", ")
     if row.status is Status.REFUSED:
         assert is_error(response, 400, row.name)
     elif row.status is Status.LISTED:
         assert response.status_code == 200
         assert listed == [row.name]
-        assert result == outcome(server, path, plain)[1]
+        assert result == outcome(tried, path, plain)[1]
     else:
         assert response.status_code == row.status_code, response.text
         assert row.name not in listed
-        assert result != outcome(able, path, plain)[1]
+        assert result != outcome(tried, path, plain)[1]
 
 
 @pytest.mark.parametrize(("path", "row"), [each for each in TRIED if each[1].needs])
-def test_a_field_is_refused_without_the_flag_that_it_needs(client: httpx.Client, path: str, row: FieldRow) -> None:
-    response = client.post(path, json=request_of(path, row)[0])
+def test_a_field_is_refused_without_the_flag_that_it_needs(
+    server_of: Callable[[str, bool], Server], path: str, row: FieldRow
+) -> None:
+    response, _ = outcome(server_of(path, False), path, request_of(path, row)[0])
     assert is_error(response, 400, row.name)
     assert row.needs in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("row", ROUTES, ids=lambda row: f"{row.method}-{row.path}")
-def test_a_route_is_what_the_table_says(client: httpx.Client, row: RouteRow) -> None:
-    response = client.request(row.method, row.path.replace("{model_id}", "smol"), json=row.body)
+def test_a_route_is_what_the_table_says(server_of: Callable[[str, bool], Server], row: RouteRow) -> None:
+    with server_of(row.path, False).client() as client:
+        response = client.request(row.method, row.path.replace("{model_id}", "smol"), json=row.body)
     if row.status is Status.ABSENT:
         assert is_error(response, 404, code="not_found")
     else:
@@ -127,15 +160,18 @@ def paths_in(value: Any, path: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize(("kind", "rows"), REPLIES.items())
-def test_answers_have_what_the_table_says(able: Server, kind: str, rows: tuple[ReplyRow, ...]) -> None:
+def test_answers_have_what_the_table_says(
+    server_of: Callable[[str, bool], Server], kind: str, rows: tuple[ReplyRow, ...]
+) -> None:
     """No field more, and none less."""
     path, bodies = SHOWN[kind]
     found: set[str] = set()
-    with able.client() as client:
+    with server_of(path, True).client() as client:
         for body in bodies:
+            body = {**common_fields(path), **body}
             if kind.endswith("chunk"):
-                stream = post_stream(client, path, {**COMMON, **body})
+                stream = post_stream(client, path, body)
                 found |= set().union(*map(paths_in, stream.chunks))
             else:
-                found |= paths_in(client.post(path, json={**COMMON, **body}).json())
+                found |= paths_in(client.post(path, json=body).json())
     assert found == {row.path for row in rows if row.status is not Status.ABSENT}

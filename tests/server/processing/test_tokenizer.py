@@ -118,8 +118,8 @@ def test_unusable_folders(tmp_path: Path, files: dict[str, bytes], message: str)
 
 def test_other_decoders_are_refused() -> None:
     backend = Backend(models.WordPiece({"a": 0}, unk_token="a"))
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ConfigError, match="WordPiece"):
+    backend.decoder = decoders.BPEDecoder()
+    with pytest.raises(ConfigError, match="BPEDecoder"):
         build_token_bytes(backend)
 
 

@@ -147,10 +147,42 @@ COMPLETIONS = (
     ),
 )
 
-FIELDS: dict[str, tuple[FieldRow, ...]] = {"/v1/chat/completions": BOTH + CHAT, "/v1/completions": BOTH + COMPLETIONS}
+VECTORS = (
+    FieldRow("model", "nobody", status_code=404, note="any served name; answers carry the first; others are 404"),
+    FieldRow("truncate_prompt_tokens", 2, note="tokens that the tokenizer puts around texts stay"),
+    FieldRow("truncation_side", "left", beside={"truncate_prompt_tokens": 2}, note="else texts keep their beginning"),
+    FieldRow("add_special_tokens", False),
+    FieldRow("priority", 3, needs="--scheduling-policy priority"),
+    FieldRow("request_id", "mine", note="the header `X-Request-Id` wins"),
+    FieldRow("mm_processor_kwargs", {"a": 1}, REFUSED),
+    FieldRow("user", "me", LISTED),
+)
+EMBEDDINGS = (
+    FieldRow("input", ["one", "two"], note="up to 2048 texts or lists of token ids"),
+    FieldRow("encoding_format", "base64", note="`float` or `base64`"),
+    FieldRow("dimensions", 2, DIFFERS, note="of any model; the vector is cut, then brought to length 1"),
+    FieldRow("use_activation", False, note="vectors keep their length"),
+    FieldRow("normalize", False, note="as `use_activation`"),
+    FieldRow("messages", [USER], REFUSED),
+    FieldRow("embed_dtype", "float16", REFUSED, note="`float32`, the default, is accepted"),
+    FieldRow("endianness", "big", REFUSED, note="`native` and `little` are accepted"),
+)
+FIELDS: dict[str, tuple[FieldRow, ...]] = {
+    "/v1/chat/completions": BOTH + CHAT,
+    "/v1/completions": BOTH + COMPLETIONS,
+    "/v1/embeddings": VECTORS + EMBEDDINGS,
+}
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
     "/v1/completions": {"prompt": "one two three one two three"},
+    "/v1/embeddings": {"input": "one two three"},
 }
-"""What a request has beside the field that is tried, and `COMMON`."""
-COMMON = {"max_tokens": 4, "temperature": 0, "request_id": "same", "model": "smol"}
+"""What a request has beside the field that is tried, and `common_fields`."""
+VECTOR_PATHS = frozenset({"/v1/embeddings"})
+"""Routes of models that make vectors."""
+
+
+def common_fields(path: str) -> dict[str, Any]:
+    """What every request to a route has."""
+    common: dict[str, Any] = {"request_id": "same", "model": "smol"}
+    return common if path in VECTOR_PATHS else common | {"max_tokens": 4, "temperature": 0}

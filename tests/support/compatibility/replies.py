@@ -96,6 +96,13 @@ REPLIES = {
     ),
 }
 
+_LIST = ("id", "object", "created", "model", "data")
+_VECTOR_USAGE = tuple(name for name in _USAGE if name != "usage.completion_tokens")
+REPLIES["embedding"] = _rows(
+    (*_LIST, *(f"data[].{name}" for name in ("index", "object", "embedding")), *_VECTOR_USAGE),
+    ("usage.completion_tokens",),
+)
+
 _CALL = '<think>\nIt rains.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 _ASKED: dict[str, Any] = {
     "messages": [{"role": "user", "content": _CALL}],
@@ -128,5 +135,6 @@ SHOWN: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "/v1/completions",
         [{"prompt": "one two", "logprobs": 1, "return_token_ids": True, **_USAGE_WANTED}],
     ),
+    "embedding": ("/v1/embeddings", [{"input": ["one", "two"]}]),
 }
 """The route and the requests of each kind of answer."""

@@ -7,6 +7,7 @@ _MESSAGES = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 ROUTES = (
     RouteRow("POST", "/v1/chat/completions", body=_MESSAGES),
     RouteRow("POST", "/v1/completions", body={"prompt": "x", "max_tokens": 1}),
+    RouteRow("POST", "/v1/embeddings", body={"input": "x"}, note="of models that make vectors, else 400"),
     RouteRow("GET", "/v1/models"),
     RouteRow("GET", "/v1/models/{model_id}"),
     RouteRow("POST", "/tokenize", body={"prompt": "x"}),

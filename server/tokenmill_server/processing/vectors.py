@@ -1,0 +1,112 @@
+"""Texts that become vectors: what an engine takes of them, and what becomes of what it gives. Knows no HTTP."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenmill_engine.config.pooling import PoolingConfig
+from tokenmill_engine.errors import EngineError, InvalidRequestError
+from tokenmill_engine.messages import SamplingParams
+from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
+from tokenmill_server.processing.input_processor import InputProcessor, Prompt, Truncation
+from tokenmill_server.processing.tokenizer import Tokenizer
+
+Vector = NDArray[np.float32]
+
+_NOTHING_SAMPLED = SamplingParams(max_tokens=0, temperature=0.0)
+
+
+class VectorInputs:
+    """Prepares the texts of a model that makes vectors."""
+
+    def __init__(self, inputs: InputProcessor, pooling: PoolingConfig) -> None:
+        self._inputs = inputs
+        self.pooling = pooling
+        self._frame = _frame(inputs.tokenizer)
+
+    async def encode(
+        self, texts: Sequence[str], truncation: Truncation | None, param: str, add_special_tokens: bool = True
+    ) -> list[Prompt]:
+        """Tokenizes texts. What is cut off is text: the tokens that the tokenizer puts around it stay."""
+        inputs = self._inputs
+        if truncation is None:
+            return await inputs.encode_texts(texts, add_special_tokens, None, param)
+        batch = await inputs.tokenizer.encode_many(texts, add_special_tokens)
+        before, behind = self._frame if add_special_tokens else (0, 0)
+        return [
+            Prompt(self._cut(token_ids, truncation, before, behind), text, param)
+            for text, token_ids in zip(texts, batch, strict=True)
+        ]
+
+    def take_token_ids(self, token_ids: Sequence[int], truncation: Truncation | None, param: str) -> Prompt:
+        """A prompt of ids. Raises InvalidRequestError as `InputProcessor.take_token_ids`."""
+        return self._inputs.take_token_ids(token_ids, truncation, param)
+
+    def build(
+        self,
+        prompt: Prompt,
+        *,
+        label: str = "",
+        arrival_time: float | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> GenerationRequest:
+        """A request that the engine cannot refuse. Raises InvalidRequestError naming the field."""
+        self._inputs.check_priority(priority)
+        if len(prompt.token_ids) == 0:
+            raise InvalidRequestError(f"{prompt.param} has a text without tokens", prompt.param)
+        self._inputs.check_fits(len(prompt.token_ids), prompt.param)
+        return GenerationRequest(
+            label=label,
+            prompt_token_ids=prompt.token_ids,
+            sampling=_NOTHING_SAMPLED,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            prompt=prompt.text,
+            priority=priority,
+            deadline=deadline,
+        )
+
+    def _cut(self, token_ids: Sequence[int], truncation: Truncation, before: int, behind: int) -> Sequence[int]:
+        """`before` and `behind`: how many tokens at its ends are no text."""
+        end = len(token_ids) - behind
+        inner = Truncation(truncation.max_tokens, truncation.side)
+        kept = len(self._inputs.truncated(token_ids, inner))
+        if kept == len(token_ids):
+            return token_ids
+        if kept <= before + behind:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be more than {before + behind}, the tokens that every text gets",
+                "truncate_prompt_tokens",
+            )
+        num_text = kept - before - behind
+        text = token_ids[end - num_text : end] if truncation.side == "left" else token_ids[before : before + num_text]
+        return [*token_ids[:before], *text, *token_ids[end:]]
+
+
+def make_vector_inputs(inputs: InputProcessor, pooling: PoolingConfig | None) -> VectorInputs | None:
+    """None for a model that generates text."""
+    return None if pooling is None else VectorInputs(inputs, pooling)
+
+
+def vector_of(output: RequestOutput) -> Vector:
+    """What the engine made of a prompt. Raises EngineError if it is not there."""
+    if output.vector is None:
+        raise EngineError("the engine ended a request without its vector")
+    return np.frombuffer(output.vector, dtype="<f4")
+
+
+def embedding_of(output: RequestOutput, normalize: bool, num_dimensions: int | None = None) -> Vector:
+    """The first `num_dimensions` of the vector of a prompt, brought to length 1 if it is to be."""
+    vector = vector_of(output)[:num_dimensions]
+    return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector
+
+
+def _frame(tokenizer: Tokenizer) -> tuple[int, int]:
+    """How many tokens the tokenizer puts before a text and behind it."""
+    framed, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    for before in range(len(framed) - len(bare) + 1):
+        if framed[before : before + len(bare)] == bare:
+            return before, len(framed) - len(bare) - before
+    return 0, 0

@@ -1,0 +1,105 @@
+"""The body of POST /v1/embeddings, and its answer."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.processing.input_processor import Truncation
+from tokenmill_server.processing.vectors import Vector
+from tokenmill_server.protocol.fields import CommonFields, Int
+from tokenmill_server.protocol.prompts import read_prompts
+from tokenmill_server.protocol.replies import Json, ReplyHead
+
+MAX_INPUTS = 2048
+
+
+class PoolingFields(CommonFields):
+    """What requests for vectors, and for what is made of them, have in common."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def truncation(self) -> Truncation | None:
+        """Without a side texts keep their beginning."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
+
+
+class EmbeddingRequest(PoolingFields):
+    """Texts to be embedded."""
+
+    input: Any = None
+    """str, list of str, list of token ids, or list of lists of token ids."""
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+    """How many numbers of each vector are wanted."""
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    """Another name of `normalize`."""
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    messages: Any = None
+    """Conversations are not embedded: to be given as None only."""
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """Raises InvalidRequestError for anything else than the four forms."""
+        return read_prompts(self.input, "input", MAX_INPUTS)
+
+    def check_common(self) -> None:
+        """As in `CommonFields`."""
+        if self.messages is not None:
+            raise InvalidRequestError(
+                "messages is not supported by this route; give texts as input", "messages", "unsupported_parameter"
+            )
+        if self.normalize is not None and self.use_activation not in (None, self.normalize):
+            raise InvalidRequestError("use_activation contradicts normalize; leave one out", "use_activation")
+        super().check_common()
+
+    def wants_unit_length(self, default: bool) -> bool:
+        """Whether vectors are to have length 1."""
+        asked = self.use_activation if self.normalize is None else self.normalize
+        return default if asked is None else asked
+
+    def num_dimensions(self, size: int) -> int:
+        """Of each vector, which has `size`. Raises InvalidRequestError for more than that, or none."""
+        if self.dimensions is None:
+            return size
+        if not 1 <= self.dimensions <= size:
+            raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {self.dimensions}", "dimensions")
+        return self.dimensions
+
+
+def embedding_reply(head: ReplyHead, vectors: Sequence[Vector], usage: Json, encoding: str | None) -> Json:
+    """Vectors in the order of the inputs; as base64 they are float32, little-endian."""
+    return {
+        "id": head.id,
+        "object": "list",
+        "created": head.created,
+        "model": head.model,
+        "data": [
+            {"index": index, "object": "embedding", "embedding": _encoded(vector, encoding)}
+            for index, vector in enumerate(vectors)
+        ],
+        "usage": usage,
+    }
+
+
+def _encoded(vector: Vector, encoding: str | None) -> str | list[float]:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
+    numbers: list[float] = vector.astype(np.float64).tolist()
+    return numbers
+
+
+def vector_usage(num_prompt_tokens: int, num_cached_tokens: int) -> Json:
+    """Nothing is generated."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }

@@ -1,0 +1,167 @@
+"""Embeddings over HTTP: a real text encoder and a decoder, against transformers."""
+
+import asyncio
+import base64
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModel, AutoTokenizer
+
+from tests.support.embedding_models import MINILM
+from tests.support.server import Server, check_error, start_server
+
+pytestmark = pytest.mark.slow
+
+Vectors = NDArray[np.float32]
+
+TEXTS = [
+    "Hello world",
+    "The capital of France is Paris; a longer text follows, so that lengths differ.",
+    "x",
+    "Zürich, 東京, naïve café 🙂",
+    " ".join(["word"] * 200),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server(str(MINILM), "--device", "cpu", "--served-model-name", "minilm") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected() -> Vectors:
+    """Of `TEXTS`, as sentence-transformers makes them: the mean of the final states, brought to length 1."""
+    tokenizer = AutoTokenizer.from_pretrained(MINILM)
+    model = AutoModel.from_pretrained(MINILM, dtype=torch.float32).eval()
+    encoded = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    mask = encoded["attention_mask"][..., None].float()
+    with torch.no_grad():
+        hidden = model(**encoded).last_hidden_state
+    means = (hidden * mask).sum(1) / mask.sum(1)
+    return np.asarray(torch.nn.functional.normalize(means, dim=1).numpy())
+
+
+def vectors(answer: Any) -> Vectors:
+    assert [entry.index for entry in answer.data] == list(range(len(answer.data)))
+    return np.array([entry.embedding for entry in answer.data], dtype=np.float32)
+
+
+def test_vectors_are_those_of_transformers(client: openai.OpenAI, expected: Vectors) -> None:
+    """The client asks for base64 by itself."""
+    answer = client.embeddings.create(model="minilm", input=TEXTS)
+    np.testing.assert_allclose(vectors(answer), expected, rtol=0, atol=1e-5)
+    assert answer.model == "minilm"
+    num_tokens = sum(len(AutoTokenizer.from_pretrained(MINILM)(text).input_ids) for text in TEXTS)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
+    one = client.embeddings.create(model="minilm", input=TEXTS[1], encoding_format="float")
+    np.testing.assert_allclose(vectors(one), expected[1:2], rtol=0, atol=1e-5)
+
+
+def test_base64_is_little_endian_float32(server: Server, expected: Vectors) -> None:
+    reply = server.post("/v1/embeddings", input=TEXTS[0], encoding_format="base64").json()
+    values = np.frombuffer(base64.b64decode(reply["data"][0]["embedding"]), dtype="<f4")
+    np.testing.assert_allclose(values, expected[0], rtol=0, atol=1e-5)
+
+
+def test_token_ids_are_taken_as_they_are(client: openai.OpenAI, expected: Vectors) -> None:
+    ids = AutoTokenizer.from_pretrained(MINILM)(TEXTS[:2]).input_ids
+    one = client.embeddings.create(model="minilm", input=ids[0])
+    several = client.embeddings.create(model="minilm", input=ids)
+    np.testing.assert_allclose(vectors(one), expected[:1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(vectors(several), expected[:2], rtol=0, atol=1e-5)
+
+
+def test_fewer_dimensions_have_length_1_again(client: openai.OpenAI, expected: Vectors) -> None:
+    cut = expected[:, :16] / np.linalg.norm(expected[:, :16], axis=1, keepdims=True)
+    answer = client.embeddings.create(model="minilm", input=TEXTS, dimensions=16)
+    np.testing.assert_allclose(vectors(answer), cut, rtol=0, atol=1e-5)
+
+
+def test_texts_keep_their_ends_when_they_are_cut(client: openai.OpenAI) -> None:
+    """As tokenizers cut them: [CLS] and [SEP] stay."""
+    ids = AutoTokenizer.from_pretrained(MINILM)(TEXTS[1], truncation=True, max_length=7).input_ids
+    cut = client.embeddings.create(model="minilm", input=TEXTS[1], extra_body={"truncate_prompt_tokens": 7})
+    assert cut.usage.prompt_tokens == 7
+    same = client.embeddings.create(model="minilm", input=ids)
+    assert vectors(cut).tolist() == vectors(same).tolist()
+    longest = client.embeddings.create(model="minilm", input=TEXTS[4] * 9, extra_body={"truncate_prompt_tokens": -1})
+    assert longest.usage.prompt_tokens == 256
+
+
+def test_many_requests_at_once(server: Server, expected: Vectors) -> None:
+    """More than fit into a step, of many lengths."""
+
+    async def ask() -> Sequence[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            calls = [client.embeddings.create(model="minilm", input=TEXTS * (1 + each % 5)) for each in range(24)]
+            return await asyncio.gather(*calls)
+
+    for each, answer in enumerate(asyncio.run(ask())):
+        np.testing.assert_allclose(vectors(answer), np.tile(expected, (1 + each % 5, 1)), rtol=0, atol=1e-5)
+    server.check_idle()
+
+
+def test_what_is_counted(server: Server) -> None:
+    names = ("prompt_tokens_total", "request_success_total", "generation_tokens_total")
+    before = [server.metric(name) for name in names]
+    assert server.post("/v1/embeddings", input=["a b c", "d"]).json()["usage"]["total_tokens"] == 8
+    assert [server.metric(name) for name in names] == [before[0] + 8, before[1] + 2, before[2]]
+    assert server.metric("request_success_total", finished_reason="stop") >= 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1.5]}, "input"),
+        ({"input": ["x", 1]}, "input"),
+        ({"input": [30522]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": "word " * 300}, "input"),
+        ({"input": [101] * 257}, "input"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "dimensions": 385}, "dimensions"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "x", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
+        ({"input": "many words", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ({"input": "x", "normalize": True, "use_activation": False}, "use_activation"),
+    ],
+)
+def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
+    assert check_error(server.post("/v1/embeddings", **fields), 400)["param"] == param
+
+
+def test_an_encoder_generates_no_text(server: Server) -> None:
+    for path, fields in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        error = check_error(server.post(path, **fields), 400)
+        assert error["code"] == "unsupported_model"
+        assert "/v1/embeddings" in error["message"]
+
+
+def test_the_model_is_listed_with_its_length(client: openai.OpenAI) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.model_extra["max_model_len"]) == ("minilm", 256)  # type: ignore[index]
+
+
+def test_a_model_of_text_says_how_it_would_embed(tiny_server: Server) -> None:
+    error = check_error(tiny_server.post("/v1/embeddings", input="x"), 400)
+    assert error["code"] == "unsupported_model"
+    assert "--runner pooling" in error["message"]

@@ -1,0 +1,170 @@
+"""Vectors of an engine core, against transformers in float32: text encoders, and decoders in chunks and after hits in
+the prefix cache."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.support.core_requests import CoreRequests
+from tests.support.embedding_models import tiny_bert
+from tests.support.model_loading import model_config
+from tests.support.tiny_models import VOCAB_SIZE, cached_tiny_model
+from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from tokenmill_engine.config.pooling import PoolingConfig, PoolingKind
+from tokenmill_engine.executor.uniproc import UniprocExecutor
+from tokenmill_engine.messages import FinishReason, SamplingParams
+
+NOTHING = SamplingParams(max_tokens=0)
+TOLERANCE = 1e-5
+
+Vector = NDArray[np.float32]
+
+
+@contextmanager
+def requests_to(
+    folder: Path, kind: PoolingKind, scheduler: SchedulerConfig, cache: CacheConfig
+) -> Iterator[CoreRequests]:
+    model = replace(model_config(folder), pooling=PoolingConfig(kind))
+    if model.architecture.text_encoder is not None:
+        model = replace(model, max_model_len=model.architecture.max_position_embeddings)
+    config = EngineConfig(model=model, cache=cache, scheduler=scheduler, device=DeviceConfig(kind="cpu"))
+    executor = UniprocExecutor(config)
+    try:
+        yield CoreRequests(config, executor, executor.initialize())
+    finally:
+        executor.shutdown()
+
+
+@contextmanager
+def encoder(kind: PoolingKind = "mean", num_slots: int = 4, budget: int = 128) -> Iterator[CoreRequests]:
+    scheduler = SchedulerConfig(max_num_seqs=num_slots, max_num_batched_tokens=budget, whole_prompts=True)
+    with requests_to(tiny_bert(), kind, scheduler, CacheConfig(enable_prefix_caching=False)) as requests:
+        yield requests
+
+
+@contextmanager
+def decoder(folder: Path, budget: int = 16, caching: bool = True) -> Iterator[CoreRequests]:
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget)
+    cache = CacheConfig(block_size=16, num_gpu_blocks_override=64, enable_prefix_caching=caching)
+    with requests_to(folder, "last", scheduler, cache) as requests:
+        yield requests
+
+
+@pytest.fixture(scope="module")
+def states() -> Callable[[Path, list[int]], Vector]:
+    """[num_tokens, hidden_size]: final hidden states of a text by transformers."""
+    import transformers
+
+    models: dict[Path, Any] = {}
+
+    def compute(folder: Path, token_ids: list[int]) -> Vector:
+        if folder not in models:
+            models[folder] = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            hidden = models[folder](torch.tensor([token_ids])).last_hidden_state[0]
+        return np.asarray(hidden.numpy())
+
+    return compute
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(VOCAB_SIZE, size=length).tolist() for length in lengths]
+
+
+def relative_error(ours: Vector, expected: Vector) -> float:
+    return float(np.abs(ours - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", ["mean", "cls", "last"])
+def test_texts_of_all_lengths_in_one_batch(kind: PoolingKind, states: Callable[[Path, list[int]], Vector]) -> None:
+    """More than there are slots, and more than fit into a step; the longest one fills it."""
+    prompts = texts(1, 2, 3, 17, 18, 128, 40, 5, 77, 128, 1, 64)
+    pooled: dict[PoolingKind, Callable[[Vector], Vector]] = {
+        "mean": lambda hidden: hidden.mean(axis=0),
+        "cls": lambda hidden: hidden[0],
+        "last": lambda hidden: hidden[-1],
+    }
+    with encoder(kind) as requests:
+        for number, prompt in enumerate(prompts):
+            requests.add(number, prompt, NOTHING)
+        told = requests.run()
+    for each, prompt in zip(told, prompts, strict=True):
+        assert (each.finishes, each.tokens) == ([FinishReason.STOP], [])
+        assert relative_error(each.vectors[0], pooled[kind](states(tiny_bert(), prompt))) < TOLERANCE
+        assert len(each.vectors) == 1
+
+
+def test_a_text_that_is_too_long_for_an_encoder_is_refused() -> None:
+    with encoder() as requests:
+        requests.add(0, texts(129)[0], NOTHING)
+        requests.add(1, texts(128)[0], NOTHING)
+        refused, taken = requests.run()
+    assert (refused.finishes, refused.vectors) == ([FinishReason.ERROR], [])
+    assert (taken.finishes, len(taken.vectors)) == ([FinishReason.STOP], 1)
+
+
+def test_texts_are_aborted_while_they_wait_and_while_they_run() -> None:
+    with encoder(num_slots=2) as requests:
+        ids = [requests.add(number, prompt, NOTHING) for number, prompt in enumerate(texts(100, 100, 100, 100))]
+        requests.core._fill_pipeline()
+        for request_id in (ids[0], ids[3]):
+            assert requests.core.scheduler.abort(request_id) is not None
+        requests.run()
+        assert {request_id for request_id in ids if requests.told[request_id].finishes} == {ids[1], ids[2]}
+        assert requests.core.scheduler.load.kv_usage == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("budget", [7, 512])
+def test_the_last_state_of_a_decoder(family: Any, budget: int, states: Callable[[Path, list[int]], Vector]) -> None:
+    """Whatever chunks it is computed in, and beside whatever others."""
+    folder = cached_tiny_model(family)
+    prompts = texts(1, 40, 64, 7, 8, 100)
+    with decoder(folder, budget) as requests:
+        for number, prompt in enumerate(prompts):
+            requests.add(number, prompt, SamplingParams(max_tokens=5, temperature=0))  # there is nothing to sample
+        told = requests.run()
+    for each, prompt in zip(told, prompts, strict=True):
+        assert (each.finishes, each.tokens) == ([FinishReason.STOP], [])
+        assert relative_error(each.vectors[0], states(folder, prompt)[-1]) < TOLERANCE
+
+
+def test_prefix_hits_change_nothing(states: Callable[[Path, list[int]], Vector]) -> None:
+    folder = cached_tiny_model("qwen3")
+    first, tail = texts(64, 9)
+    prompts = [first, first + tail, first]
+    with decoder(folder) as requests:
+        told = []
+        for number, prompt in enumerate(prompts):
+            requests.add(number, prompt, NOTHING)
+            told = requests.run()
+    assert [each.num_cached for each in told] == [0, 64, 48]
+    for each, prompt in zip(told, prompts, strict=True):
+        assert relative_error(each.vectors[0], states(folder, prompt)[-1]) < TOLERANCE
+
+
+def test_a_vector_that_is_not_numbers_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with decoder(cached_tiny_model("qwen3"), budget=512) as requests:
+        runner: Any = requests.core._executor._worker._runner  # type: ignore[attr-defined]
+        forward = runner._model.forward
+
+        def broken(*args: Any, **options: Any) -> torch.Tensor:
+            hidden: torch.Tensor = forward(*args, **options)
+            hidden[0, 3] = float("nan")
+            return hidden
+
+        monkeypatch.setattr(runner._model, "forward", broken)
+        for number, prompt in enumerate(texts(5, 6)):
+            requests.add(number, prompt, NOTHING)
+        failed, sound = requests.run()
+    assert (failed.finishes, failed.vectors) == ([FinishReason.ERROR], [])
+    assert "not made of numbers" in str(failed.messages[0])
+    assert (sound.finishes, len(sound.vectors)) == ([FinishReason.STOP], 1)
