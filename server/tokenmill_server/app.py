@@ -19,6 +19,7 @@ from tokenmill_server.processing.shown import shown
 from tokenmill_server.protocol.chat import ChatRequest
 from tokenmill_server.protocol.completions import CompletionRequest
 from tokenmill_server.protocol.embeddings import EmbeddingRequest
+from tokenmill_server.protocol.scoring import RerankRequest, ScoreRequest
 from tokenmill_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tokenmill_server.routes import operations
 from tokenmill_server.routes.chat import create_chat_completion
@@ -26,6 +27,7 @@ from tokenmill_server.routes.completions import create_completion
 from tokenmill_server.routes.embeddings import create_embeddings
 from tokenmill_server.routes.models import list_models, retrieve_model
 from tokenmill_server.routes.replying import ClientGoneError, error_response
+from tokenmill_server.routes.scoring import create_rerank, create_score
 from tokenmill_server.routes.tokenization import detokenize, tokenize
 from tokenmill_server.routes.webui import add_webui
 from tokenmill_server.version import __version__
@@ -101,6 +103,10 @@ def _add_routes(app: FastAPI, config: ServerConfig) -> None:
     _post(app, "/v1/chat/completions", create_chat_completion, ChatRequest)
     _post(app, "/v1/completions", create_completion, CompletionRequest)
     _post(app, "/v1/embeddings", create_embeddings, EmbeddingRequest)
+    for path in ("/v1/score", "/score"):
+        _post(app, path, create_score, ScoreRequest)
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        _post(app, path, create_rerank, RerankRequest)
     _post(app, "/tokenize", tokenize, TokenizeRequest)
     _post(app, "/detokenize", detokenize, DetokenizeRequest)
     app.add_api_route("/v1/models", list_models, methods=["GET"])

@@ -97,7 +97,8 @@ class ServerContext:
                 "unsupported_model",
             )
         raise InvalidRequestError(
-            f"{shown(self.model_name)} makes vectors and generates no text here; use /v1/embeddings",
+            f"{shown(self.model_name)} makes vectors and generates no text here; use /v1/embeddings, /v1/score or "
+            "/v1/rerank",
             "model",
             "unsupported_model",
         )

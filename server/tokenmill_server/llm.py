@@ -13,6 +13,7 @@ import msgspec
 from tqdm import tqdm
 
 from tokenmill_engine.config.model_files import read_tokenizer_facts
+from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.progress import progress_bar
 from tokenmill_server.config import Configuration
@@ -30,16 +31,26 @@ from tokenmill_server.llm_inputs import (
     template_variables_of,
 )
 from tokenmill_server.llm_outputs import RequestOutput, public_output
+from tokenmill_server.llm_vectors import (
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+    check_pairs,
+    public_embedding,
+    public_score,
+    vector_requests,
+)
 from tokenmill_server.media_segments import create_segments, open_store
 from tokenmill_server.multimodal.chat import MediaPrompt, make_media_chats
-from tokenmill_server.multimodal.failures import in_order, together_as_they_come
+from tokenmill_server.multimodal.failures import in_order, together, together_as_they_come
 from tokenmill_server.multimodal.media_request import MediaRequest
 from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.multimodal.wishes import MediaWishes, read_wishes
+from tokenmill_server.processing import generation
 from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
+from tokenmill_server.processing.vectors import VectorInputs, cosines, make_vector_inputs
 
 _BUILT_AT_A_TIME = 16
 """Prompts that are tokenized, and whose media are prepared, at a time."""
@@ -64,7 +75,9 @@ class LLM:
         self.tokenizer = load_tokenizer(configuration.engine.model.tokenizer_path)
         self._name = configuration.server.served_model_names[0]
         self._default_sampling = SamplingParams(**configuration.server.default_sampling)
+        self._configuration = configuration
         self.input_processor = _input_processor(configuration, self.tokenizer)
+        self._vectors = make_vector_inputs(self.input_processor, configuration.engine.model.pooling)
         kept_open = contextlib.ExitStack()
         segments = kept_open.enter_context(create_segments(configuration))
         media = replace(configuration.server.media, refuses_when_full=False)
@@ -144,6 +157,46 @@ class LLM:
         ]
         return self._run(items, self._sampling_list(sampling_params, len(items)), [0] * len(items), use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        use_tqdm: bool = True,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of each text, of length 1 unless `normalize` or the model says otherwise; the first `dimensions` of
+        it. `truncate_prompt_tokens`: texts keep so many tokens, -1 for as many as the model takes.
+
+        Raises as `generate`, and InvalidRequestError if the model is there to generate text (`runner="pooling"`).
+        """
+        vectors = self._vector_inputs()
+        size = self._configuration.engine.model.architecture.hidden_size
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
+        unit = vectors.pooling.normalize if normalize is None else normalize
+        outputs = self._pool(items_of(prompts, self._media_parts), truncate_prompt_tokens, use_tqdm=use_tqdm)
+        return [public_embedding(output, unit, dimensions or size) for output in outputs]
+
+    def score(
+        self,
+        text_1: PromptInput | Sequence[PromptInput],
+        text_2: PromptInput | Sequence[PromptInput],
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each of `text_2` goes with the only `text_1`, or with that of the same number: the cosine of their
+        vectors. Raises as `embed`."""
+        first, second = items_of(text_1, self._media_parts), items_of(text_2, self._media_parts)
+        check_pairs(first, second)
+        outputs = self._pool([*first, *second], truncate_prompt_tokens, use_tqdm=use_tqdm)
+        ours, theirs = outputs[: len(first)], outputs[len(first) :]
+        firsts = ours if len(first) == len(second) else ours * len(second)
+        scores = zip(cosines(ours, theirs), firsts, theirs, strict=True)
+        return [public_score(*each) for each in scores]
+
     def shutdown(self) -> None:
         """Ends the engine cores. Calls that are still running in other threads fail. May be called twice."""
         self._finalizer()
@@ -173,8 +226,35 @@ class LLM:
     ) -> list[RequestOutput]:
         """Nothing is sent before every request is known to be right, but for what its images and videos are: these are
         read while others generate."""
+        if self._vectors is not None:
+            raise InvalidRequestError(f"{self._name} makes vectors and generates no text here; use embed or score")
         with progress_bar(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             return self.host.run(self._generate(items, sampling, priorities, bar))
+
+    def _vector_inputs(self) -> VectorInputs:
+        if self._vectors is None:
+            raise InvalidRequestError(f"{self._name} generates text; LLM(..., runner='pooling') makes vectors of it")
+        return self._vectors
+
+    def _pool(
+        self, items: Sequence[Item], truncate_prompt_tokens: int | None, *, use_tqdm: bool
+    ) -> list[generation.RequestOutput]:
+        """Nothing is sent before every text is known to be right."""
+        vectors, first_label = self._vector_inputs(), self._num_requests + 1
+        self._num_requests += len(items)
+
+        async def pool() -> list[generation.RequestOutput]:
+            requests = await vector_requests(vectors, items, truncate_prompt_tokens, first_label)
+
+            async def complete(request: GenerationRequest) -> generation.RequestOutput:
+                output = await self.host.generator.complete(request)
+                bar.update()
+                return output
+
+            return await together(complete(request) for request in requests)
+
+        with progress_bar(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+            return self.host.run(pool())
 
     async def _generate(
         self, items: Sequence[Item], sampling: Sequence[SamplingParams], priorities: Sequence[int], bar: "tqdm[Any]"

@@ -14,6 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from tests.support.embedding_models import MINILM
 from tests.support.server import Server, check_error, start_server
+from tokenmill import LLM
+from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 
 pytestmark = pytest.mark.slow
 
@@ -144,6 +146,72 @@ def test_what_is_counted(server: Server) -> None:
 )
 def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], param: str) -> None:
     assert check_error(server.post("/v1/embeddings", **fields), 400)["param"] == param
+
+
+def test_scores_are_cosines(server: Server, expected: Vectors) -> None:
+    reply = server.post("/v1/score", text_1=TEXTS[0], text_2=TEXTS).json()
+    scores = [entry["score"] for entry in reply["data"]]
+    np.testing.assert_allclose(scores, expected @ expected[0], rtol=0, atol=1e-5)
+    assert [(entry["index"], entry["object"]) for entry in reply["data"]] == [(i, "score") for i in range(len(TEXTS))]
+    pairs = server.post("/score", queries=TEXTS[:2], documents=TEXTS[1:3]).json()["data"]
+    wanted = (expected[:2] * expected[1:3]).sum(axis=1)
+    np.testing.assert_allclose([entry["score"] for entry in pairs], wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_documents_are_ranked(server: Server, path: str) -> None:
+    documents = ["A recipe for bread", {"text": "Paris is the capital of France"}, "Trains run on rails"]
+    fields = {"query": "What is the capital of France?", "documents": documents}
+    reply = server.post(path, **fields).json()
+    assert reply["results"][0]["index"] == 1
+    assert reply["results"][0]["document"] == {"text": "Paris is the capital of France"}
+    scores = [entry["relevance_score"] for entry in reply["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] > 0.7 > scores[1]
+    best = server.post(path, **fields, top_n=1, return_documents=False).json()
+    assert best["results"] == [{"index": 1, "relevance_score": pytest.approx(scores[0], abs=1e-5)}]
+    assert best["usage"] == reply["usage"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/score", {"text_1": "x"}, "text_2"),
+        ("/v1/score", {"text_1": ["x", "y"], "text_2": "z"}, "text_1"),
+        ("/v1/score", {"text_1": "x", "text_2": []}, "text_2"),
+        ("/v1/score", {"text_1": "x", "text_2": ["y", 1]}, "text_2"),
+        ("/v1/score", {"text_1": "x", "text_2": "word " * 300}, "text_2"),
+        ("/v1/rerank", {"documents": ["x"]}, "query"),
+        ("/v1/rerank", {"query": "x", "documents": "y"}, "documents"),
+        ("/v1/rerank", {"query": "x", "documents": [{"image": "y"}]}, "documents"),
+        ("/v1/rerank", {"query": "x", "documents": ["y"], "top_n": -1}, "top_n"),
+        ("/v1/rerank", {"query": "x", "documents": ["y"] * 2049}, "documents"),
+    ],
+)
+def test_what_is_wrong_with_pairs_is_named(server: Server, path: str, fields: dict[str, Any], param: str) -> None:
+    assert check_error(server.post(path, **fields), 400)["param"] == param
+
+
+def test_the_same_from_python(expected: Vectors) -> None:
+    with LLM(MINILM, device="cpu") as llm:
+        outputs = llm.embed(TEXTS, use_tqdm=False)
+        ours = np.array([output.outputs.embedding for output in outputs])
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+        (scored, other) = llm.score(TEXTS[0], TEXTS[1:3], use_tqdm=False)
+        np.testing.assert_allclose(scored.outputs.score, float(expected[0] @ expected[1]), rtol=0, atol=1e-5)
+        assert other.prompt_token_ids == outputs[0].prompt_token_ids + outputs[2].prompt_token_ids
+        (cut,) = llm.embed([outputs[1].prompt_token_ids], dimensions=8, normalize=False, use_tqdm=False)
+        assert len(cut.outputs.embedding) == 8
+        ratio = np.array(cut.outputs.embedding) / expected[1, :8]
+        np.testing.assert_allclose(ratio, ratio[0], rtol=1e-3)
+        with pytest.raises(InvalidRequestError, match="use embed or score"):
+            llm.generate(["x"])
+        with pytest.raises(InvalidRequestError, match="dimensions"):
+            llm.embed(["x"], dimensions=0)
+        with pytest.raises(InvalidRequestError, match="no pairs"):
+            llm.score(["x", "y"], ["z"])
+        with pytest.raises(ContextLengthError, match="prompt 1: "):
+            llm.embed(["x", "word " * 300])
 
 
 def test_an_encoder_generates_no_text(server: Server) -> None:

@@ -103,6 +103,15 @@ def embedding_of(output: RequestOutput, normalize: bool, num_dimensions: int | N
     return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector
 
 
+def cosines(first: Sequence[RequestOutput], second: Sequence[RequestOutput]) -> list[float]:
+    """Of the vectors of two prompts: the only `first`, or that of the same number, with each of `second`."""
+    ours, theirs = (
+        np.stack([embedding_of(output, normalize=True) for output in outputs]) for outputs in (first, second)
+    )
+    scores: list[float] = (ours * theirs).sum(axis=1).astype(np.float64).tolist()
+    return scores
+
+
 def _frame(tokenizer: Tokenizer) -> tuple[int, int]:
     """How many tokens the tokenizer puts before a text and behind it."""
     framed, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)

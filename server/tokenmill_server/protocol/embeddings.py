@@ -7,27 +7,13 @@ from typing import Any, Literal
 import numpy as np
 
 from tokenmill_engine.errors import InvalidRequestError
-from tokenmill_server.processing.input_processor import Truncation
 from tokenmill_server.processing.vectors import Vector
-from tokenmill_server.protocol.fields import CommonFields, Int
+from tokenmill_server.protocol.fields import Int
+from tokenmill_server.protocol.pooling import PoolingFields
 from tokenmill_server.protocol.prompts import read_prompts
 from tokenmill_server.protocol.replies import Json, ReplyHead
 
 MAX_INPUTS = 2048
-
-
-class PoolingFields(CommonFields):
-    """What requests for vectors, and for what is made of them, have in common."""
-
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-
-    def truncation(self) -> Truncation | None:
-        """Without a side texts keep their beginning."""
-        if self.truncate_prompt_tokens is None:
-            return None
-        return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
 
 class EmbeddingRequest(PoolingFields):
@@ -94,12 +80,3 @@ def _encoded(vector: Vector, encoding: str | None) -> str | list[float]:
         return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
     numbers: list[float] = vector.astype(np.float64).tolist()
     return numbers
-
-
-def vector_usage(num_prompt_tokens: int, num_cached_tokens: int) -> Json:
-    """Nothing is generated."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "total_tokens": num_prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
-    }

@@ -60,7 +60,7 @@ def test_unknown_routes_and_methods(client: httpx.Client, method: str, path: str
     assert response.headers["x-request-id"] == "mine"
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/score", "/v1/rerank", "/v1/audio/speech", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/audio/speech", "/v1/messages"])
 def test_routes_of_others_are_answered_with_ours(client: httpx.Client, path: str) -> None:
     response = client.post(path, json={"model": MODEL_NAME, "input": "x"})
     assert is_error(response, 404, code="not_found")

@@ -167,18 +167,34 @@ EMBEDDINGS = (
     FieldRow("embed_dtype", "float16", REFUSED, note="`float32`, the default, is accepted"),
     FieldRow("endianness", "big", REFUSED, note="`native` and `little` are accepted"),
 )
+SCORES = (
+    FieldRow("text_1", ["four", "five"], note="one text, or as many as `text_2`; `queries` is the same"),
+    FieldRow("text_2", ["two", "six"]),
+    FieldRow("queries", ["x"], REFUSED, note="beside `text_1`; alone it is the same"),
+    FieldRow("documents", ["x"], REFUSED, note="beside `text_2`; alone it is the same"),
+)
+RERANKS = (
+    FieldRow("query", "four five"),
+    FieldRow("documents", ["six", {"text": "two"}], note="strings, or objects with a `text`"),
+    FieldRow("top_n", 1, note="0: all"),
+    FieldRow("return_documents", False, note="true by default"),
+)
 FIELDS: dict[str, tuple[FieldRow, ...]] = {
     "/v1/chat/completions": BOTH + CHAT,
     "/v1/completions": BOTH + COMPLETIONS,
     "/v1/embeddings": VECTORS + EMBEDDINGS,
+    "/v1/score": VECTORS + SCORES,
+    "/v1/rerank": VECTORS + RERANKS,
 }
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
     "/v1/completions": {"prompt": "one two three one two three"},
     "/v1/embeddings": {"input": "one two three"},
+    "/v1/score": {"text_1": "one two three", "text_2": ["two four five", "one six seven"]},
+    "/v1/rerank": {"query": "one two three", "documents": ["two four five", "one six seven"]},
 }
 """What a request has beside the field that is tried, and `common_fields`."""
-VECTOR_PATHS = frozenset({"/v1/embeddings"})
+VECTOR_PATHS = frozenset({"/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"})
 """Routes of models that make vectors."""
 
 

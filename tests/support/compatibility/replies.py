@@ -102,6 +102,16 @@ REPLIES["embedding"] = _rows(
     (*_LIST, *(f"data[].{name}" for name in ("index", "object", "embedding")), *_VECTOR_USAGE),
     ("usage.completion_tokens",),
 )
+REPLIES["score"] = _rows(
+    (*_LIST, *(f"data[].{name}" for name in ("index", "object", "score")), *_VECTOR_USAGE), ("usage.completion_tokens",)
+)
+REPLIES["rerank"] = _rows(
+    (
+        *("id", "model", "results", "results[].document", "results[].document.text"),
+        *("results[].index", "results[].relevance_score", *_VECTOR_USAGE),
+    ),
+    ("results[].document.multi_modal",),
+)
 
 _CALL = '<think>\nIt rains.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 _ASKED: dict[str, Any] = {
@@ -136,5 +146,7 @@ SHOWN: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [{"prompt": "one two", "logprobs": 1, "return_token_ids": True, **_USAGE_WANTED}],
     ),
     "embedding": ("/v1/embeddings", [{"input": ["one", "two"]}]),
+    "score": ("/v1/score", [{"text_1": "one", "text_2": ["two"]}]),
+    "rerank": ("/v1/rerank", [{"query": "one", "documents": ["two"]}]),
 }
 """The route and the requests of each kind of answer."""

@@ -1,0 +1,40 @@
+"""What the routes of models that make vectors do alike."""
+
+from collections.abc import Sequence
+
+from tokenmill_server.context import ServerContext
+from tokenmill_server.processing.generation import RequestOutput
+from tokenmill_server.processing.input_processor import Prompt
+from tokenmill_server.processing.vectors import VectorInputs
+from tokenmill_server.protocol.pooling import vector_usage
+from tokenmill_server.protocol.replies import Json
+from tokenmill_server.routes.requests import Call
+
+
+async def run_prompts(call: Call, prompts: Sequence[Prompt]) -> list[RequestOutput]:
+    """What the engine makes of prompts, in their order. Raises as `Call.complete`, and for prompts that are wrong."""
+    vectors = vectors_of(call.context)
+    requests = [
+        vectors.build(
+            prompt,
+            label=call.request_id,
+            arrival_time=call.arrival_time,
+            priority=call.priority,
+            deadline=call.deadline,
+        )
+        for prompt in prompts
+    ]
+    return await call.complete(requests)
+
+
+def vectors_of(context: ServerContext) -> VectorInputs:
+    """Of a server whose model makes them, which `begin_call` has seen to."""
+    if context.vectors is None:
+        raise TypeError("the model generates text")
+    return context.vectors
+
+
+def usage_of_vectors(outputs: Sequence[RequestOutput]) -> Json:
+    return vector_usage(
+        sum(len(output.prompt_token_ids) for output in outputs), sum(output.num_cached_tokens for output in outputs)
+    )

@@ -1,0 +1,50 @@
+"""POST /v1/score and POST /v1/rerank, also without the version: how well texts go together."""
+
+from collections.abc import Sequence
+
+from fastapi import Request
+from starlette.responses import Response
+
+from tokenmill_server.processing.generation import RequestOutput
+from tokenmill_server.processing.vectors import cosines
+from tokenmill_server.protocol.fields import ignored_fields
+from tokenmill_server.protocol.pooling import PoolingFields
+from tokenmill_server.protocol.scoring import RerankRequest, ScoreRequest, rerank_reply, score_reply
+from tokenmill_server.routes.bodies import json_reply
+from tokenmill_server.routes.ignored import note_ignored
+from tokenmill_server.routes.pooling import run_prompts, usage_of_vectors, vectors_of
+from tokenmill_server.routes.requests import Call, begin_call
+
+
+async def create_score(request: Request) -> Response:
+    """A number for each pair of texts."""
+    call, body, fields = await begin_call(request, ScoreRequest, makes_vectors=True)
+    note_ignored(call.context, call.headers, ignored_fields(body, ScoreRequest.model_fields))
+    first, second = fields.texts()
+    scores, outputs = await _score(call, fields, ("text_1", first), ("text_2", second))
+    return json_reply(score_reply(call.head("score"), scores, usage_of_vectors(outputs)), call.headers)
+
+
+async def create_rerank(request: Request) -> Response:
+    """Documents in the order of how well they go with a query."""
+    call, body, fields = await begin_call(request, RerankRequest, makes_vectors=True)
+    note_ignored(call.context, call.headers, ignored_fields(body, RerankRequest.model_fields))
+    query, documents = fields.texts()
+    num_wanted, shows = fields.num_wanted(), fields.return_documents is not False
+    scores, outputs = await _score(call, fields, ("query", [query]), ("documents", documents))
+    reply = rerank_reply(call.head("rerank"), documents, scores, num_wanted, shows, usage_of_vectors(outputs))
+    return json_reply(reply, call.headers)
+
+
+async def _score(
+    call: Call, fields: PoolingFields, first: tuple[str, Sequence[str]], second: tuple[str, Sequence[str]]
+) -> tuple[list[float], list[RequestOutput]]:
+    """The cosine of the vectors of two texts, for each of the second; both come with the name of their field. And what
+    the engine made of all texts, each of which it has seen once."""
+    vectors, truncation = vectors_of(call.context), fields.truncation()
+    prompts = []
+    for param, texts in (first, second):
+        prompts += await vectors.encode(texts, truncation, param, fields.add_special_tokens is not False)
+    outputs = await run_prompts(call, prompts)
+    num_first = len(first[1])
+    return cosines(outputs[:num_first], outputs[num_first:]), outputs
