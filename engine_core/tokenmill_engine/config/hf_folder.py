@@ -20,6 +20,8 @@ from tokenmill_engine.errors import ConfigError
 Json = dict[str, Any]
 
 TEXT_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_HEADLESS = {name.replace("ForCausalLM", "Model"): name for name in TEXT_ARCHITECTURES}
+"""Names of models that were saved without output embeddings."""
 SUPPORTED_ARCHITECTURES = TEXT_ARCHITECTURES + MEDIA_ARCHITECTURES + TEXT_ENCODERS
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -106,14 +108,15 @@ def _parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureC
         mlp_bias=name == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
         qk_norm=name == "Qwen3ForCausalLM",
         checkpoint_dtype=_checkpoint_dtype(config),
+        has_head=not _HEADLESS.keys() & set(config.get("architectures") or ()),
     )
 
 
 def _architecture_name(config: Mapping[str, Any], source: str) -> str:
     names = config.get("architectures") or []
     for name in names:
-        if name in TEXT_ARCHITECTURES:
-            return str(name)
+        if name in TEXT_ARCHITECTURES or name in _HEADLESS:
+            return _HEADLESS.get(name, str(name))
     found = ", ".join(map(str, names)) or f"no architecture (model_type {config.get('model_type')!r})"
     raise ConfigError(f"{source} names {found}; supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}")
 

@@ -219,8 +219,8 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
     max_position, pooling = architecture.max_position_embeddings, None if sentences is None else sentences.pooling
     if sentences is not None and sentences.max_tokens is not None:
         max_position = min(max_position, sentences.max_tokens)
-    if pooling is None and architecture.text_encoder is not None:
-        pooling = PoolingConfig("cls")
+    if pooling is None and not architecture.has_head:
+        pooling = PoolingConfig("last" if architecture.text_encoder is None else "cls")
     return ModelFiles(
         name=name,
         path=str(folder),

@@ -33,10 +33,10 @@ def resolve_pooling(values: FlagValues, files: ModelFiles) -> PoolingConfig | No
     wanted = next(iter(asked.values()), files.pooling is not None)
     flag = next(iter(asked), "runner")
     if not wanted:
-        if files.architecture.text_encoder is not None:
+        if not files.architecture.has_head:
             raise ConfigError(
-                f"{values.stated(flag)} does not fit {files.name}: {files.architecture.name} generates no text; "
-                "use --runner pooling or auto"
+                f"{values.stated(flag)} does not fit {files.name}: {files.architecture.name} without output embeddings "
+                "generates no text; use --runner pooling or auto"
             )
         return None
     if files.media is not None:

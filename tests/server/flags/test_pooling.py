@@ -35,7 +35,7 @@ def test_a_step_holds_the_longest_text() -> None:
 
 @pytest.mark.parametrize("flag", [("--runner", "generate"), ("--task", "generate")])
 def test_a_text_encoder_generates_nothing(flag: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match=rf"{flag[0]} generate does not fit.*BertModel generates no text"):
+    with pytest.raises(ConfigError, match=rf"{flag[0]} generate does not fit.*BertModel without output embeddings"):
         configure(MINILM, *flag)
 
 
@@ -85,6 +85,16 @@ def test_pooling_that_is_not_supported(tmp_path: Path, pooling: dict[str, Any], 
     make_sentence_model(tmp_path, pooling)
     with pytest.raises(ConfigError, match=message):
         configure(tmp_path)
+
+
+def test_a_decoder_without_output_embeddings_makes_vectors(tmp_path: Path) -> None:
+    make_sentence_model(tmp_path, {"pooling_mode": "lasttoken"}, headless=True)
+    (tmp_path / "modules.json").unlink()
+    engine = configure(tmp_path)
+    assert engine.model.pooling == PoolingConfig("last")
+    assert engine.model.architecture.name == "Qwen3ForCausalLM"
+    with pytest.raises(ConfigError, match="without output embeddings"):
+        configure(tmp_path, "--runner", "generate")
 
 
 def test_newer_files_name_the_kind(tmp_path: Path) -> None:
