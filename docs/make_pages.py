@@ -16,7 +16,7 @@ from tests.support.compatibility.fields import FIELDS
 from tests.support.compatibility.flags import VLLM_FLAGS
 from tests.support.compatibility.replies import REPLIES
 from tests.support.compatibility.routes import ROUTES
-from tests.support.compatibility.rows import FieldRow, Status
+from tests.support.compatibility.rows import FieldRow, RouteRow, Status
 from tokenmill_engine.metric_files import ProcessCollector, ProcessFacts
 from tokenmill_engine.metrics import EngineMetrics, FrontendMetrics, LauncherMetrics
 from tokenmill_server.flags.flag import Arity, Flag, Group
@@ -102,9 +102,7 @@ def compatibility_page() -> Iterator[str]:
     """Chunks of docs/compatibility.md."""
     yield (DOCS / "compatibility.head.md").read_text()
     yield "\n## Routes\n\n"
-    yield from _table(
-        ("route", "", "remarks"), ((f"`{row.method} {row.path}`", row.status, row.note) for row in ROUTES)
-    )
+    yield from _table(("route", "", "remarks"), (_route_cells(row) for row in ROUTES))
     for path, rows in FIELDS.items():
         yield f"\n## Fields of `{path}`\n\n"
         yield from _table(
@@ -127,6 +125,11 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
     for cells in rows:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _route_cells(row: RouteRow) -> tuple[str, str, str]:
+    remarks = [f"with `{row.needs}`"] if row.needs else []
+    return f"`{row.method} {row.path}`", row.status, "; ".join([*remarks, *([row.note] if row.note else [])])
 
 
 def _field_cells(row: FieldRow) -> tuple[str, str, str]:

@@ -124,11 +124,19 @@ class Admission:
         return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(excess * elapsed_s / num_left)))
 
 
+def make_counts(config: ServerConfig, folder: Path, own: int) -> QueueCounts | None:
+    """Where API server `own` writes what is open; None if nobody asks. `folder` is that of the server's processes."""
+    if not config.load_tracking and not _has_limit(config):
+        return None
+    return QueueCounts(folder / QUEUE_COUNTS_FILE, config.api_server_count, own)
+
+
 def make_admission(
-    config: ServerConfig, folder: Path, own: int, on_refused: Callable[[str], None]
-) -> tuple[Admission | None, Callable[[int, int], None] | None]:
-    """The check and where to write what is open; None without a limit. `folder` is that of the server's processes."""
-    if config.max_num_queued_reqs is None and config.max_num_queued_tokens is None:
-        return None, None
-    counts = QueueCounts(folder / QUEUE_COUNTS_FILE, config.api_server_count, own)
-    return Admission(config, counts, on_refused), counts.write
+    config: ServerConfig, counts: QueueCounts | None, on_refused: Callable[[str], None]
+) -> Admission | None:
+    """None without a limit."""
+    return None if counts is None or not _has_limit(config) else Admission(config, counts, on_refused)
+
+
+def _has_limit(config: ServerConfig) -> bool:
+    return config.max_num_queued_reqs is not None or config.max_num_queued_tokens is not None

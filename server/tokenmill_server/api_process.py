@@ -7,7 +7,6 @@ engine cores are ready. Never imports torch or transformers.
 import argparse
 import asyncio
 import gc
-import hashlib
 import logging
 import os
 import signal
@@ -52,7 +51,7 @@ from tokenmill_engine.ipc.signals import END_SIGNAL
 from tokenmill_engine.messages import EngineReady
 from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.accept import ConnectionCounts
-from tokenmill_server.admission import make_admission
+from tokenmill_server.admission import make_admission, make_counts
 from tokenmill_server.app import create_app
 from tokenmill_server.balancing.load_balancer import make_balancer
 from tokenmill_server.context import ServerContext
@@ -61,10 +60,13 @@ from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.engine_connections import EngineConnections
 from tokenmill_server.errors import ShuttingDownError
+from tokenmill_server.fingerprint import make_fingerprint
+from tokenmill_server.http_connection import HeadLimits
 from tokenmill_server.http_server import HttpServer
 from tokenmill_server.media_segments import open_store
 from tokenmill_server.multimodal.chat import make_media_chats
 from tokenmill_server.multimodal.own_process import prepare_beside_event_loop
+from tokenmill_server.own_middleware import load_middleware
 from tokenmill_server.processing.chat_template import ChatTemplate
 from tokenmill_server.processing.input_processor import InputProcessor
 from tokenmill_server.processing.request_templates import RequestTemplates
@@ -73,7 +75,7 @@ from tokenmill_server.processing.vectors import make_vector_inputs
 from tokenmill_server.readiness import Phase, Readiness
 from tokenmill_server.text_generator import TextGenerator
 from tokenmill_server.tls import make_tls_context
-from tokenmill_server.version import __version__
+from tokenmill_server.tls_refresh import refresh_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +150,9 @@ def build_context(start: ApiServerStart) -> ServerContext:
     client = EngineClient(start.client, start.incarnation, balancer)
     store = None if start.segment_fd is None else open_store(start.segment_fd, start.client, config.media)
     generator = TextGenerator(client, tokenizer, metrics)
-    admission, on_queue = make_admission(config, Path(start.run_dir), start.client, metrics.count_rejection)
-    if on_queue is not None:
-        generator.on_queue = on_queue
+    counts = make_counts(config, Path(start.run_dir), start.client)
+    if counts is not None:
+        generator.on_queue = counts.write
     return ServerContext(
         config=config,
         engine_config=start.engine,
@@ -158,7 +160,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
         generator=generator,
         readiness=Readiness(num_engines),
         started_at=int(time.time()),
-        fingerprint=_fingerprint(start),
+        fingerprint=make_fingerprint(config, start.engine),
         metrics=metrics,
         metrics_dir=os.environ["PROMETHEUS_MULTIPROC_DIR"],
         media=make_media_chats(
@@ -166,7 +168,9 @@ def build_context(start: ApiServerStart) -> ServerContext:
         ),
         request_templates=RequestTemplates(inputs.template, trusted=config.trust_request_chat_template),
         vectors=make_vector_inputs(inputs, start.engine.model.pooling),
-        admission=admission,
+        admission=make_admission(config, counts, metrics.count_rejection),
+        queue_counts=counts,
+        own_middleware=load_middleware(config.middleware),
     )
 
 
@@ -201,6 +205,7 @@ class ApiServer:
         )
         if start.engine.data_parallel_size > start.engine.data_parallel_size_local:
             context.remote_metrics = RemoteMetrics(lambda number: _tell(channel, MetricsWanted(number), start.run_dir))
+        self._limits = HeadLimits(start.server.max_headers, start.server.max_head_bytes)
         self._tls = make_tls_context(start.server)
         self._drains = False
         self._num_cut_off = 0
@@ -210,7 +215,7 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(END_SIGNAL, exit_terminated, self._channel, self._start.run_dir)
         with socket.socket(fileno=self._start.listen_fd) as listener:
-            server = HttpServer(create_app(self._context), listener, self._counts, self._tls)
+            server = HttpServer(create_app(self._context), listener, self._counts, self._limits, self._tls)
             self._context.generator.around_outputs(server.writes.gather, server.writes.flush)
             loop.add_reader(self._channel.fileno(), self._receive)
             self._receive()
@@ -224,6 +229,8 @@ class ApiServer:
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             return_free_memory()  # reading a vocabulary took as much as all that is kept of it
+            if self._tls is not None and self._start.server.ssl_refresh:
+                self._refreshing = loop.create_task(refresh_certificate(self._start.server, self._tls))
             await self._follow(server)
 
     async def _follow(self, server: HttpServer) -> None:
@@ -311,16 +318,6 @@ class ApiServer:
         if self._context.media is not None:
             self._context.media.give_up(reason)
         self._context.generator.fail_all(reason)
-
-
-def _fingerprint(start: ApiServerStart) -> str:
-    """Changes with whatever changes answers to the same request."""
-    model = start.engine.model
-    facts = f"{model.name} {model.path} {model.dtype} {start.server.chat_template}"
-    parallel = start.engine.parallel  # another order of additions
-    sizes = {"tp": parallel.tensor_parallel_size, "pp": parallel.pipeline_parallel_size}
-    workers = "".join(f"-{name}{size}" for name, size in sizes.items() if size > 1)
-    return f"tokenmill-{__version__}{workers}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 if __name__ == "__main__":

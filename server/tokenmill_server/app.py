@@ -28,7 +28,7 @@ from tokenmill_server.routes.embeddings import create_embeddings
 from tokenmill_server.routes.models import list_models, retrieve_model
 from tokenmill_server.routes.replying import ClientGoneError, error_response
 from tokenmill_server.routes.scoring import create_rerank, create_score
-from tokenmill_server.routes.tokenization import detokenize, tokenize
+from tokenmill_server.routes.tokenization import detokenize, tokenize, tokenizer_info
 from tokenmill_server.routes.webui import add_webui
 from tokenmill_server.version import __version__
 
@@ -96,7 +96,10 @@ def create_app(context: ServerContext) -> ASGIApp:
     app.add_exception_handler(404, _answer_unknown_route)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
-    return RequestFrame(_Shortcut(app), config, context.metrics)
+    wrapped: ASGIApp = _Shortcut(app)
+    for wrap in context.own_middleware:
+        wrapped = wrap(wrapped)
+    return RequestFrame(wrapped, config, context.metrics)
 
 
 def _add_routes(app: FastAPI, config: ServerConfig) -> None:
@@ -116,6 +119,10 @@ def _add_routes(app: FastAPI, config: ServerConfig) -> None:
         app.add_api_route("/ping", operations.health, methods=[method], name=f"ping_{method.lower()}")
     app.add_api_route("/version", operations.version, methods=["GET"])
     app.add_api_route("/metrics", operations.metrics, methods=["GET"])
+    if config.load_tracking:
+        app.add_api_route("/load", operations.load, methods=["GET"])
+    if config.tokenizer_info:
+        app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
     if not config.disable_webui:
         add_webui(app)
     for route in list(app.routes):

@@ -46,11 +46,31 @@ class ServerConfig:
     ssl_cert_reqs: int = 0
     """Certificates of clients: 0 none, 1 optional, 2 required."""
     ssl_ciphers: str | None = None
+    ssl_refresh: bool = False
+    """Certificates are read again when they have changed."""
     trust_request_chat_template: bool = False
     sse_keep_alive_s: float = 0.0
     """Streams that are silent for so long carry a comment; 0: none."""
     log_requests: bool = False
     """Every request is a line in the log."""
+    log_outputs: bool = False
+    """These lines tell what was generated, too."""
+    max_log_len: int | None = None
+    """And this much of prompts, in characters; None: nothing. More of an output is not told either."""
+    unlogged_paths: tuple[str, ...] = ()
+    """Their requests are no lines."""
+    max_headers: int = 256
+    max_head_bytes: int = 256 * 1024
+    """Of a request's first line and headers together."""
+    middleware: tuple[str, ...] = ()
+    """Import paths, the innermost first."""
+    load_tracking: bool = False
+    """There is a route /load."""
+    tokenizer_info: bool = False
+    """There is a route /tokenizer_info."""
+    fingerprint_mode: str = "full"
+    """Or hash, custom, none."""
+    fingerprint_value: str | None = None
     force_include_usage: bool = False
     """Every chunk of every stream tells the usage, as if the request had asked for it."""
     return_tokens_as_token_ids: bool = False

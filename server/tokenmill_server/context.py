@@ -1,5 +1,6 @@
 """What the routes of one API server share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,13 +9,14 @@ from fastapi import Request
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import InvalidRequestError, NotFoundError
 from tokenmill_engine.metrics import FrontendMetrics
-from tokenmill_server.admission import Admission
+from tokenmill_server.admission import Admission, QueueCounts
 from tokenmill_server.balancing.load_balancer import RANK_HEADER
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.data_parallel.remote_metrics import RemoteMetrics
 from tokenmill_server.multimodal.chat import MediaChats
 from tokenmill_server.multimodal.parts import MediaParts
 from tokenmill_server.multimodal.wishes import MediaWishes, read_wishes
+from tokenmill_server.own_middleware import Wrap
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
 from tokenmill_server.processing.request_templates import RequestTemplates
 from tokenmill_server.processing.shown import shown
@@ -36,7 +38,7 @@ class ServerContext:
     readiness: Readiness
     started_at: int
     """Unix seconds."""
-    fingerprint: str
+    fingerprint: str | None
     metrics: FrontendMetrics
     metrics_dir: str
     """Directory with the metrics of all processes."""
@@ -49,6 +51,10 @@ class ServerContext:
     """None: the model generates text."""
     admission: Admission | None = None
     """None: nothing limits how much may be open."""
+    queue_counts: QueueCounts | None = None
+    """What is open; None if nobody asks."""
+    own_middleware: Sequence[Wrap] = ()
+    """The innermost first."""
 
     @property
     def model_name(self) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import dataclass
 
 import httptools
 import uvicorn
@@ -14,9 +15,6 @@ from tokenmill_server.accept import ConnectionCounts
 from tokenmill_server.errors import ErrorReply
 from tokenmill_server.write_batch import BatchedTransport, WriteBatch
 
-MAX_HEADERS = 256
-MAX_HEAD_BYTES = 256 * 1024
-"""Of a request's first line and headers together."""
 _HEAD_TIMEOUT_S = 60.0
 """How long a client may take to send a request's head, from its connection or the head's first byte on."""
 _BODY_TIMEOUT_S = 60.0
@@ -56,6 +54,17 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+@dataclass(slots=True, frozen=True)
+class HeadLimits:
+    """Of a request: headers, and bytes of its first line and headers together."""
+
+    max_headers: int = 256
+    max_bytes: int = 256 * 1024
+
+
+DEFAULT_LIMITS = HeadLimits()
+
+
 class _TooLargeHeadError(Exception):
     """Stops the parser."""
 
@@ -69,9 +78,15 @@ class HttpConnection(HttpToolsProtocol):
     """
 
     def __init__(
-        self, config: uvicorn.Config, state: ServerState, counts: ConnectionCounts, writes: WriteBatch
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        counts: ConnectionCounts,
+        writes: WriteBatch,
+        limits: HeadLimits,
     ) -> None:
         super().__init__(config=config, server_state=state, app_state={})
+        self._limits = limits
         self._counts = counts
         self._writes = writes
         self._unparsed = bytearray()
@@ -201,13 +216,12 @@ class HttpConnection(HttpToolsProtocol):
         try:
             self._feed(piece)
         except httptools.HttpParserError:
-            too_large = self._num_headers > MAX_HEADERS or self._head_bytes > MAX_HEAD_BYTES
-            self._refuse(_TOO_LARGE_HEAD if too_large else _NO_HTTP)
+            self._refuse(_too_large_head(self._limits) if self._has_too_much_head else _NO_HTTP)
             return
         if self._in_head:
             self._open_head_bytes += len(piece)
-            if self._open_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(_TOO_LARGE_HEAD)
+            if self._open_head_bytes > self._limits.max_bytes:
+                self._refuse(_too_large_head(self._limits))
 
     def _feed(self, data: bytes | bytearray) -> None:
         """Feeds the parser. It takes what follows a request with `Upgrade` for another protocol, so that request is
@@ -285,8 +299,12 @@ class HttpConnection(HttpToolsProtocol):
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
-        if self._num_headers > MAX_HEADERS or self._head_bytes > MAX_HEAD_BYTES:
+        if self._has_too_much_head:
             raise _TooLargeHeadError
+
+    @property
+    def _has_too_much_head(self) -> bool:
+        return self._num_headers > self._limits.max_headers or self._head_bytes > self._limits.max_bytes
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
@@ -356,9 +374,9 @@ _BODY_STOPPED = ErrorReply(
     f"the request's body is incomplete and nothing of it has come for {_BODY_TIMEOUT_S:g} s",
     code="request_timeout",
 )
-_TOO_LARGE_HEAD = ErrorReply(
-    431,
-    "invalid_request_error",
-    f"the request's head is too large: at most {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes are allowed",
-    code="headers_too_large",
-)
+
+
+def _too_large_head(limits: HeadLimits) -> ErrorReply:
+    allowed = f"{limits.max_headers} headers and {limits.max_bytes} bytes"
+    message = f"the request's head is too large: at most {allowed} are allowed"
+    return ErrorReply(431, "invalid_request_error", message, code="headers_too_large")

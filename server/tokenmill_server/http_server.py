@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from tokenmill_server.accept import Acceptor, ConnectionCounts
-from tokenmill_server.http_connection import HttpConnection
+from tokenmill_server.http_connection import DEFAULT_LIMITS, HeadLimits, HttpConnection
 from tokenmill_server.write_batch import BatchedTransport, WriteBatch
 
 _KEEP_ALIVE_S = 75
@@ -25,7 +25,12 @@ class HttpServer:
     """Serves one application to the connections of one shared listener."""
 
     def __init__(
-        self, app: ASGIApp, listener: socket.socket, counts: ConnectionCounts, tls: ssl.SSLContext | None = None
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        counts: ConnectionCounts,
+        limits: HeadLimits = DEFAULT_LIMITS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._config = uvicorn.Config(
             app,
@@ -41,6 +46,7 @@ class HttpServer:
         self._config.load()
         self._state = ServerState()
         self._counts = counts
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self.writes = WriteBatch()
         """What is written to all connections."""
@@ -73,7 +79,7 @@ class HttpServer:
         await asyncio.sleep(_POLL_S)
 
     def _new_protocol(self) -> asyncio.Protocol:
-        return HttpConnection(self._config, self._state, self._counts, self.writes)
+        return HttpConnection(self._config, self._state, self._counts, self.writes, self._limits)
 
     def _set_date(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]

@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 _EXPOSED_HEADERS = ("x-request-id", "x-ignored-fields", "retry-after", "x-should-retry")
 """What scripts of other origins may read of answers."""
 
-_UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/ping", "/version"})
+_UNCOUNTED_PATHS = frozenset({"/metrics", "/health", "/ping", "/version", "/load"})
 """Left out of the HTTP metrics: polling would drown the requests."""
 
 
@@ -35,6 +35,8 @@ class RequestFrame:
         self._has_webui = not config.disable_webui
         self._root_path = config.root_path
         self._logs_requests = config.log_requests
+        self._unlogged_paths = frozenset(config.unlogged_paths)
+        self._may_skip_layers = not config.middleware
         # Browsers ask for permission without a key, and hide answers from pages whose origin is not allowed.
         self._answer = _with_cors(self._answer_allowed, config) if config.allowed_origins else self._answer_allowed
         self._metrics = metrics
@@ -53,7 +55,8 @@ class RequestFrame:
         own_id = headers.get(b"x-request-id", b"").decode("latin-1")
         state["has_own_id"] = is_request_id(own_id)
         state["request_id"] = own_id if state["has_own_id"] else os.urandom(16).hex()
-        state[DIRECT_SEND] = send
+        if self._may_skip_layers:  # the owner's own may look at answers, or change them
+            state[DIRECT_SEND] = send
         status = 500
 
         async def send_with_id(message: Message) -> None:
@@ -69,7 +72,7 @@ class RequestFrame:
             if self._metrics is not None and scope["path"] not in _UNCOUNTED_PATHS:
                 duration_s = time.monotonic() - started_at
                 self._metrics.observe_http(_handler(scope), scope["method"], status, duration_s)
-                if self._logs_requests:
+                if self._logs_requests and scope["path"] not in self._unlogged_paths:
                     request = state["request_id"], scope["method"], _handler(scope)
                     log_request(*request, status, duration_s, state.get(ANSWER))
 

@@ -17,17 +17,11 @@ def make_tls_context(config: ServerConfig) -> ssl.SSLContext | None:
                 raise ConfigError(f"--{flag.replace('_', '-')} needs --ssl-certfile, the server's own certificate")
         if config.ssl_cert_reqs:
             raise ConfigError("--ssl-cert-reqs needs --ssl-certfile, the server's own certificate")
+        if config.ssl_refresh:
+            raise ConfigError("--enable-ssl-refresh needs --ssl-certfile, the server's own certificate")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        # An encrypted key would ask for its password on a terminal that nobody watches.
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
-    except (OSError, ValueError) as error:
-        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
-        raise ConfigError(
-            f"--ssl-certfile, --ssl-keyfile: {_reason(error)} ({files}); name a PEM file with the certificate and one "
-            "with its private key, which is not encrypted"
-        ) from None
+    load_certificate(config, context)
     context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
     if config.ssl_ca_certs is not None:
         try:
@@ -42,6 +36,21 @@ def make_tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         except ssl.SSLError:
             raise ConfigError(f"--ssl-ciphers {config.ssl_ciphers}: no such ciphers; use OpenSSL's names") from None
     return context
+
+
+def load_certificate(config: ServerConfig, context: ssl.SSLContext) -> None:
+    """What new connections of `context` show. Raises ConfigError if certificate and key are of no use."""
+    if config.ssl_certfile is None:
+        raise AssertionError("no certificate")
+    try:
+        # An encrypted key would ask for its password on a terminal that nobody watches.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:
+        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile: {_reason(error)} ({files}); name a PEM file with the certificate and one "
+            "with its private key, which is not encrypted"
+        ) from None
 
 
 def _reason(error: Exception) -> str:

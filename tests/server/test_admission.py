@@ -7,7 +7,7 @@ import pytest
 
 from tokenmill_engine.errors import OverloadedError
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_server.admission import REQUESTS, TOKENS, Admission, QueueCounts, make_admission
+from tokenmill_server.admission import REQUESTS, TOKENS, Admission, QueueCounts, make_counts
 from tokenmill_server.config import ServerConfig
 from tokenmill_server.processing.generation import GenerationRequest
 
@@ -45,7 +45,7 @@ def test_what_will_never_be_taken_is_not_to_be_tried_again(tmp_path: Path) -> No
 
 
 def test_no_limit_costs_nothing(tmp_path: Path) -> None:
-    assert make_admission(ServerConfig(), tmp_path, 0, lambda _: None) == (None, None)
+    assert make_counts(ServerConfig(), tmp_path, 0) is None
     assert not list(tmp_path.iterdir())
 
 

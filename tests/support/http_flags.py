@@ -22,8 +22,22 @@ HTTP_CASES: list[tuple[list[str], str, object]] = [
     (["--allow-credentials"], "server.allow_credentials", True),
     (["--root-path", "/llm/"], "server.root_path", "/llm"),
     (["--disable-webui"], "server.disable_webui", True),
+    (["--enable-log-requests", "--enable-log-outputs"], "server.log_outputs", True),
+    (["--enable-log-requests", "--max-log-len", "40"], "server.max_log_len", 40),
+    (
+        ["--enable-log-requests", "--disable-access-log-for-endpoints", "/a, /b"],
+        "server.unlogged_paths",
+        ("/a", "/b"),
+    ),
+    (["--h11-max-header-count", "9"], "server.max_headers", 9),
+    (["--h11-max-incomplete-event-size", "4K"], "server.max_head_bytes", 4096),
+    (["--middleware", "a.B", "--middleware", "c.d.e"], "server.middleware", ("a.B", "c.d.e")),
+    (["--enable-server-load-tracking"], "server.load_tracking", True),
+    (["--enable-tokenizer-info-endpoint"], "server.tokenizer_info", True),
+    (["--fingerprint-mode", "none"], "server.fingerprint_mode", "none"),
+    (["--fingerprint-mode", "custom", "--fingerprint-value", "x"], "server.fingerprint_value", "x"),
     (["--trust-request-chat-template"], "server.trust_request_chat_template", True),
 ]
 
-TLS_FIELDS = [f"server.ssl_{name}" for name in ("certfile", "keyfile", "ca_certs", "cert_reqs", "ciphers")]
+TLS_FIELDS = [f"server.ssl_{name}" for name in ("certfile", "keyfile", "ca_certs", "cert_reqs", "ciphers", "refresh")]
 """They need files, which `tests/server/flags/test_http.py` makes."""

@@ -30,6 +30,7 @@ from tokenmill_server.flags.encoder import check_encoder, with_wanted_media
 from tokenmill_server.flags.media_settings import resolve_media, resolve_placement
 from tokenmill_server.flags.parser_choice import resolve_parsers
 from tokenmill_server.flags.pooling_choice import check_text_encoder, fit_whole_prompts, resolve_pooling
+from tokenmill_server.flags.serving_check import check_serving
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.values import FlagValues
 from tokenmill_server.flags.workers import engines_flag, resolve_workers
@@ -53,6 +54,7 @@ def build_configuration(values: FlagValues, *, offline: bool = False) -> Configu
         StartupError: this machine has not got the device or the memory.
     """
     _check_contradictions(values)
+    check_serving(values)
     parallel = resolve_data_parallel(values)
     files = with_wanted_media(resolve_model(values["model"], values["tokenizer"]), values)
     device = detect_device(values["device"])

@@ -25,6 +25,7 @@ from tokenmill_server.flags.parsers import (
 )
 from tokenmill_server.flags.parsing import PARSING
 from tokenmill_server.flags.pooling import POOLING
+from tokenmill_server.flags.serving import SERVING
 from tokenmill_server.flags.structured import STRUCTURED
 from tokenmill_server.flags.video import VIDEO
 
@@ -375,6 +376,7 @@ _GROUPS = (
     STRUCTURED,
     _FRONTEND,
     HTTP,
+    SERVING,
     PARSING,
     POOLING,
     PARALLEL,

@@ -37,6 +37,7 @@ class ChatTemplate:
     def __init__(self, source: str, bos_token: str | None = None, eos_token: str | None = None) -> None:
         """Raises ConfigError if `source` is not a Jinja template."""
         environment = _environment()
+        self.source = source
         try:
             self._template = environment.from_string(source)
             self.variables = meta.find_undeclared_variables(environment.parse(source))

@@ -75,6 +75,11 @@ class Generation:
         """Generated tokens of all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
+    def keep_texts(self) -> None:
+        """Of all choices, from now on."""
+        for choice in self.choices:
+            choice.said = []
+
     def answered(self) -> None:
         """A choice has its first tokens. Once all have, the engine needs nothing of the request any more."""
         self._num_silent -= 1
@@ -113,6 +118,7 @@ class Choice:
         "last_token_time",
         "num_tokens",
         "request_id",
+        "said",
         "stop_reason",
     )
 
@@ -126,6 +132,8 @@ class Choice:
         self.last_token_time = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.said: list[str] | None = None
+        """Its text in pieces, if somebody is to read it once more."""
         self._sampling: SamplingParams = sampling
         self._detokenizer = Detokenizer(
             tokenizer, sampling.skip_special_tokens, generation.request.prompt_token_ids[-8:]
@@ -163,6 +171,8 @@ class Choice:
             text += self._held_back()
             self.generation.num_preemptions = (self.generation.num_preemptions or 0) + finish.num_preemptions
             self._end(finish.reason, finish.stop_token_id)
+        if self.said is not None:
+            self.said.append(text)
         self.generation.listener.on_delta(self, text, token_ids, entries)
         return (stopped or repeats) and finish is None
 

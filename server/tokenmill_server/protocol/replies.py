@@ -18,7 +18,7 @@ class ReplyHead:
     created: int
     """Unix seconds."""
     model: str
-    fingerprint: str
+    fingerprint: str | None
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""What operators and probes ask: /health, /ping, /version, /metrics"""
+"""What operators and probes ask: /health, /ping, /version, /load, /metrics"""
 
 import asyncio
 import logging
@@ -43,6 +43,12 @@ async def health(request: Request) -> Response:
 
 async def version(_request: Request) -> Response:
     return json_reply({"version": __version__})
+
+
+async def load(request: Request) -> Response:
+    """What waits or runs, over all API servers."""
+    counts = context_of(request).queue_counts
+    return json_reply({"server_load": 0 if counts is None else counts.open()[0]})
 
 
 async def metrics(request: Request) -> Response:

@@ -24,7 +24,7 @@ from tokenmill_server.protocol.fields import CommonFields, GenerationFields, ign
 from tokenmill_server.protocol.logprobs import LogprobFormatter
 from tokenmill_server.protocol.partners import without_partner
 from tokenmill_server.protocol.replies import ReplyHead
-from tokenmill_server.request_log import ANSWER, answer_of, answer_so_far
+from tokenmill_server.request_log import ANSWER, answer_of, answer_so_far, quotes_of
 from tokenmill_server.routes.bodies import Json, ModelT, parse, read_json
 from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.replying import EventStreamResponse, while_connected
@@ -85,7 +85,7 @@ class Call:
             working = self.context.generator.complete_all(requests, self.pinned_engine)
             outputs = await while_connected(self.request, working)
         if self.context.config.log_requests:
-            self.request.scope["state"][ANSWER] = answer_of(outputs)
+            self.request.scope["state"][ANSWER] = answer_of(outputs, quotes_of(self.context.config))
         return outputs
 
     def formatter(self, fields: GenerationFields) -> LogprobFormatter:
@@ -117,7 +117,7 @@ class Call:
 
         def close() -> None:
             if self.context.config.log_requests and session.generations:
-                self.request.scope["state"][ANSWER] = answer_so_far(session.generations)
+                self.request.scope["state"][ANSWER] = answer_so_far(session.generations, quotes_of(self.context.config))
             for generation in session.generations:
                 generator.close_generation(generation)
             session.generations.clear()
@@ -125,7 +125,10 @@ class Call:
         listeners = [listener(index) for index in range(len(requests))]
         try:
             for request, its_listener in zip(requests, listeners, strict=True):
-                session.generations.append(generator.start(request, its_listener, self.pinned_engine))
+                generation = generator.start(request, its_listener, self.pinned_engine)
+                session.generations.append(generation)
+                if self.context.config.log_outputs:
+                    generation.keep_texts()
         except BaseException:
             close()
             raise

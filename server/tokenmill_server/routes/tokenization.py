@@ -1,10 +1,15 @@
-"""POST /tokenize and POST /detokenize"""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info"""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
+from tokenmill_engine.config.gguf_file import is_gguf
+from tokenmill_engine.config.hf_folder import read_optional_json
+from tokenmill_engine.config.model_files import read_tokenizer_facts
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_server.context import ServerContext, context_of
 from tokenmill_server.multimodal.media_request import MediaRequest
@@ -24,6 +29,22 @@ from tokenmill_server.routes.requests import api_key_of
 
 _MAX_CONTEXTS = 4
 """How many times the model's context a text or a list of ids may be long."""
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's configuration, and the chat template in use."""
+    context = context_of(request)
+    facts = await asyncio.to_thread(_configuration, Path(context.engine_config.model.tokenizer_path))
+    template = context.inputs.template
+    return json_reply({**facts, "chat_template": None if template is None else template.source})
+
+
+def _configuration(tokenizer: Path) -> dict[str, Any]:
+    """That of its folder; of a GGUF file what the header has of it."""
+    if is_gguf(tokenizer):
+        _, bos_token, eos_token = read_tokenizer_facts(tokenizer)
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos_token, "eos_token": eos_token}
+    return read_optional_json(tokenizer / "tokenizer_config.json")
 
 
 async def tokenize(request: Request) -> Response:

@@ -47,7 +47,8 @@ def able(tokenizer_folder: str) -> Iterator[Server]:
     """With everything that a flag allows."""
     engine = engine_config(tokenizer_path=tokenizer_folder)
     engine = dataclasses.replace(engine, scheduler=SchedulerConfig(policy="priority"))
-    wishes = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    routes = {"load_tracking": True, "tokenizer_info": True}
+    wishes = routes | {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     with run_server(engine=engine, trust_request_chat_template=True, per_request_metrics=True, **wishes) as server:
         yield server
 
@@ -131,8 +132,13 @@ def test_a_field_is_refused_without_the_flag_that_it_needs(
 
 @pytest.mark.parametrize("row", ROUTES, ids=lambda row: f"{row.method}-{row.path}")
 def test_a_route_is_what_the_table_says(server_of: Callable[[str, bool], Server], row: RouteRow) -> None:
+    path = row.path.replace("{model_id}", "smol")
     with server_of(row.path, False).client() as client:
-        response = client.request(row.method, row.path.replace("{model_id}", "smol"), json=row.body)
+        response = client.request(row.method, path, json=row.body)
+    if row.needs:
+        assert is_error(response, 404, code="not_found")
+        with server_of(row.path, True).client() as client:
+            response = client.request(row.method, path, json=row.body)
     if row.status is Status.ABSENT:
         assert is_error(response, 404, code="not_found")
     else:

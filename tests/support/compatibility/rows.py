@@ -39,6 +39,8 @@ class RouteRow:
     path: str
     status: Status = Status.WORKS
     body: dict[str, Any] | None = None
+    needs: str = ""
+    """The flag without which it is not there."""
     note: str = ""
 
 
