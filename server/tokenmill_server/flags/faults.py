@@ -2,7 +2,7 @@
 
 import math
 
-from tokenmill_server.flags.flag import Flag, Group
+from tokenmill_server.flags.flag import EnvAlias, Flag, Group
 from tokenmill_server.flags.parsers import integer, number
 
 _MIN_STALL_TIMEOUT_S = 5
@@ -46,5 +46,6 @@ FAULTS = (
         "faults.engine_stall_timeout_s",
         metavar="SECONDS",
         offline=False,
+        env=(EnvAlias("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),),
     ),
 )

@@ -140,13 +140,3 @@ _ROWS = [
 
 UNSUPPORTED = MappingProxyType({row.key: row for row in _ROWS})
 """By Python name."""
-
-IGNORED_ENVIRONMENT = MappingProxyType(
-    {
-        "VLLM_USE_V1": "there is one engine",
-        "VLLM_WORKER_MULTIPROC_METHOD": "every process is started anew, none is forked",
-        "VLLM_CPU_OMP_THREADS_BIND": "the number of threads follows from the cores this process may use",
-        "VLLM_BATCH_INVARIANT": "use --dtype float32 for output that does not depend on the batch",
-    }
-)
-"""Variables of vLLM that users set and that change nothing here, with the reason; the start log names them."""

@@ -15,8 +15,8 @@ from tokenmill_server.flags.origin import Origin, in_call, in_environment, in_fi
 from tokenmill_server.flags.parsers import boolean
 from tokenmill_server.flags.suggestion import suggestion
 from tokenmill_server.flags.table import FLAGS
-from tokenmill_server.flags.unsupported import IGNORED_ENVIRONMENT, UNSUPPORTED
-from tokenmill_server.flags.variables import is_service_link, warn_of_unknown_variables
+from tokenmill_server.flags.unsupported import UNSUPPORTED
+from tokenmill_server.flags.variables import is_service_link, warn_of_variables
 from tokenmill_server.flags.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
@@ -137,10 +137,7 @@ def offer_environment(values: FlagValues, environment: Mapping[str, str]) -> Non
         text = environment.get(row.environment_variable, "").strip()
         if text and not is_service_link(row.environment_variable, text):
             check_neutral(row.key, text, in_environment(row.environment_variable).stated(text))
-    warn_of_unknown_variables(environment)
-    for name, reason in IGNORED_ENVIRONMENT.items():
-        if environment.get(name):
-            logger.warning("%s has no effect: %s", name, reason)
+    warn_of_variables(environment)
 
 
 def offer_keywords(values: FlagValues, keywords: Mapping[str, object], owner: str) -> None:

@@ -1,4 +1,5 @@
-"""Environment variables that begin like Tokenmill's but are none: most of them are misspelt."""
+"""Environment variables that begin like Tokenmill's but are none, most of them misspelt, and those of vLLM that mean
+nothing here."""
 
 import difflib
 import logging
@@ -7,10 +8,11 @@ from collections.abc import Mapping
 
 from tokenmill_server.flags.table import FLAGS
 from tokenmill_server.flags.unsupported import UNSUPPORTED
+from tokenmill_server.flags.vllm_variables import IGNORED, sentences
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "TOKENMILL_"
+_PREFIX, _VLLM_PREFIX = "TOKENMILL_", "VLLM_"
 _OTHER_VARIABLES = frozenset({"TOKENMILL_CACHE_DIR", "TOKENMILL_TEST_GGUF"})
 """Not of flags: where built kernels are kept; a file for tests/gpu."""
 _SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))(_\w+)?")
@@ -23,16 +25,21 @@ def is_service_link(name: str, value: str) -> bool:
     return _SERVICE_LINK.fullmatch(name) is not None or _SERVICE_ADDRESS.match(value) is not None
 
 
-def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
-    """One line in the log for all variables that have no effect although their name says that they should."""
+def warn_of_variables(environment: Mapping[str, str]) -> None:
+    """Lines in the log for all variables that have no effect although their names say that they should."""
     known = {flag.environment_variable for flag in FLAGS.values()} | _OTHER_VARIABLES
     known |= {alias.name for flag in FLAGS.values() for alias in flag.env}
     accepted = known | {row.environment_variable for row in UNSUPPORTED.values()}
-    unknown = [
-        name
+    others = {
+        name: value.strip()
         for name, value in sorted(environment.items())
-        if name.startswith(_PREFIX) and name not in accepted and not is_service_link(name, value)
-    ]
+        if name not in accepted and value.strip() and not is_service_link(name, value)
+    }
+    for sentence in sentences(others):
+        logger.warning("%s", sentence)
+    if foreign := [name for name in others if name.startswith(_VLLM_PREFIX) and name not in IGNORED]:
+        logger.warning("variables of vLLM without effect: %s", ", ".join(foreign))
+    unknown = [name for name in others if name.startswith(_PREFIX)]
     if unknown:
         logger.warning(
             "unknown variables without effect: %s", ", ".join(_with_suggestion(name, known) for name in unknown)

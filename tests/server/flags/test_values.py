@@ -133,11 +133,53 @@ def test_trusting_remote_code_needs_nothing(caplog: pytest.LogCaptureFixture, va
     assert [record.getMessage() for record in caplog.records] == [said] * value
 
 
-def test_variables_of_vllm_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+VLLM_VARIABLES = {
+    "api_key": "VLLM_API_KEY",
+    "log_level": "VLLM_LOGGING_LEVEL",
+    "log_stats_interval": "VLLM_LOG_STATS_INTERVAL",
+    "engine_stall_timeout": "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+    "media_loading_threads": "VLLM_MEDIA_LOADING_THREAD_COUNT",
+    "image_fetch_timeout": "VLLM_IMAGE_FETCH_TIMEOUT",
+    "video_fetch_timeout": "VLLM_VIDEO_FETCH_TIMEOUT",
+    "max_media_bytes": "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB",
+    "media_url_allow_redirects": "VLLM_MEDIA_URL_ALLOW_REDIRECTS",
+    "kv_cache_memory_bytes": "VLLM_CPU_KVCACHE_SPACE",
+}
+"""Those that people set, and the flags that they mean."""
+VLLM_VARIABLES_WITHOUT_EFFECT = (
+    "CACHE_ROOT HOST_IP PORT WORKER_MULTIPROC_METHOD ENGINE_READY_TIMEOUT_S HTTP_TIMEOUT_KEEP_ALIVE BATCH_INVARIANT "
+    "SERVER_DEV_MODE ALLOW_RUNTIME_LORA_UPDATING ALLOW_LONG_MAX_MODEL_LEN NO_USAGE_STATS MAX_STOP_STRINGS "
+    "MAX_N_SEQUENCES AUDIO_FETCH_TIMEOUT CPU_OMP_THREADS_BIND USE_RUST_FRONTEND USE_MODELSCOPE "
+    "REGEX_COMPILATION_TIMEOUT_S USE_V1"
+)
+
+
+@pytest.mark.parametrize(("key", "name"), VLLM_VARIABLES.items())
+def test_variables_of_vllm_that_mean_a_flag(caplog: pytest.LogCaptureFixture, key: str, name: str) -> None:
+    texts = {"log_level": "DEBUG", "media_url_allow_redirects": "0"}
+    assert read_flags([], {name: texts.get(key, "7")})[key] != read_flags([], {})[key]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", VLLM_VARIABLES_WITHOUT_EFFECT.split())
+def test_variables_of_vllm_without_effect_say_why(caplog: pytest.LogCaptureFixture, name: str) -> None:
     with caplog.at_level(logging.WARNING):
-        read_flags([], {"VLLM_USE_V1": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
-    assert "VLLM_USE_V1 has no effect" in caplog.text
-    assert "VLLM_WORKER_MULTIPROC_METHOD has no effect: every process is started anew" in caplog.text
+        read_flags([], {f"VLLM_{name}": "77"})
+    assert f"VLLM_{name} has no effect: " in caplog.text
+
+
+def test_variables_of_vllm_that_nobody_knows_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """And none that ask for what happens anyway, are empty, or are set by Kubernetes for a service."""
+    quiet = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "0",
+        "VLLM_EMPTY": "",
+        "VLLM_PORT": "tcp://10.0.0.1:80",
+    }
+    with caplog.at_level(logging.WARNING):
+        read_flags([], {"VLLM_TARGET_DEVICE": "cpu", "VLLM_A": "b", "VLLM_SERVICE_HOST": "10.0.0.1", **quiet})
+    said = "variables of vLLM without effect: VLLM_A, VLLM_TARGET_DEVICE"
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def test_keywords(tmp_path: Path) -> None:
