@@ -29,7 +29,7 @@ from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.messages import AddRequest, Hello, SamplingParams
-from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
+from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult, TokenMasks
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
 from tokenmill_engine.worker.step_ring import StepRing
@@ -72,6 +72,9 @@ class FreeDevice:
         self._prepare(plan)
         self.prepared_s += time.thread_time() - started
         return FreeStep(plan)
+
+    def mask(self, masks: TokenMasks | None) -> None:
+        """No request here has a grammar."""
 
     def shutdown(self) -> None:
         """Nothing is held."""

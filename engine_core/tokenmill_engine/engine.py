@@ -32,7 +32,7 @@ from tokenmill_engine.messages import (
     ReportsMissed,
     StepOutput,
 )
-from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult
+from tokenmill_engine.outputs import KVCapacity, StepHandle, StepPlan, StepResult, TokenMasks
 from tokenmill_engine.recorder import Recorder
 from tokenmill_engine.reports import Output, Reporter
 from tokenmill_engine.request import Request, RequestLimits, build_request
@@ -53,6 +53,9 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step; returns before it is done."""
+
+    def mask(self, masks: TokenMasks | None) -> None:
+        """The masks that follow the plan submitted last, by `StepPlan.masks_follow`."""
 
     def shutdown(self) -> None:
         """Finish the submitted steps, at most as many as the pipeline is deep, and let the device go."""
@@ -93,6 +96,8 @@ class EngineCore:
         )
         num_stages = config.parallel.pipeline_parallel_size
         self._depth = steps_under_way(num_stages, config.scheduler.async_scheduling)
+        self._runs_ahead = num_stages == 1
+        """Whether a request is computed again while its last token is in flight."""
         steps_per_token = self._depth if num_stages > 1 else 1
         self._budget = make_budget(config.scheduler, capacity.prefill_costs, steps_per_token)
         self.scheduler = Scheduler(
@@ -145,9 +150,6 @@ class EngineCore:
         self._fill_pipeline()
         outcome = self._finish_oldest_step() if self._in_flight else None
         self._end_failures()
-        if self._structured.num_running:
-            # The next step had to wait for this one: it goes on its way before anybody is told.
-            self._fill_pipeline()
         if outcome is None and self.scheduler.num_unfinished:
             raise RuntimeError(f"{self.scheduler.num_unfinished} requests are left, yet there is nothing to do")
         load = self._load()
@@ -269,7 +271,8 @@ class EngineCore:
             if decision is None:
                 return
             plan = self.scheduler.apply(decision)
-            self._in_flight.append((plan, self._executor.submit(self._structured.masked(plan))))
+            masked = self._structured.masked(plan, tokens_in_flight=self._runs_ahead and bool(self._in_flight))
+            self._in_flight.append((plan, self._executor.submit(masked)))
 
     def _finish_oldest_step(self) -> StepOutcome:
         """Wait for the oldest step in flight and take its result in."""
@@ -287,6 +290,9 @@ class EngineCore:
             self.media.release(request.request_id)
             self._structured.forget(request.request_id, FinishReason.STOP)
         self._structured.take(outcome.request_ids, outcome.num_tokens, outcome.token_ids)
+        if self._structured.owes_masks:
+            # The step behind this one has been computed as far as it can be without them, or soon will.
+            self._executor.mask(self._structured.late_masks())
         self._recorder.record_step(plan, outcome, self.scheduler)
         return outcome
 

@@ -142,6 +142,8 @@ class StepPlan:
     """None: no row has a placeholder."""
     masks: TokenMasks | None = None
     """None: every row may sample every token."""
+    masks_follow: bool = False
+    """Masks depend on tokens of steps in flight: they come once the step is under way, before the next plan."""
 
     @property
     def num_reqs(self) -> int:

@@ -17,7 +17,7 @@ from tokenmill_engine.engine import EngineCore
 from tokenmill_engine.ipc.ids import make_request_id
 from tokenmill_engine.kv_cache.spec import KVSpec, group_layers
 from tokenmill_engine.messages import AddRequest, SamplingParams, StepOutput
-from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult
+from tokenmill_engine.outputs import KVCapacity, StepPlan, StepResult, TokenMasks
 from tokenmill_engine.scheduler.cost_model import StepWork, work_of
 from tokenmill_engine.worker.shapes import MAX_GRAPH_TOKENS, Ladder
 
@@ -169,6 +169,9 @@ class SimulatedDevice:
         self.plans.append(plan)
         self.times.append(self._free_s - started_s)
         return SimulatedStep(self, plan, self.times[-1], self._free_s)
+
+    def mask(self, masks: TokenMasks | None) -> None:
+        """No request here has a grammar."""
 
     def shutdown(self) -> None:
         """Nothing is held."""

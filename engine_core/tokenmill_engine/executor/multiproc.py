@@ -18,10 +18,18 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import EngineDeadError, EngineError
 from tokenmill_engine.executor.feedback import TokenFeedback
 from tokenmill_engine.executor.worker_pool import WorkerPool
-from tokenmill_engine.ipc.shared_ring import await_wake_up
-from tokenmill_engine.outputs import KVCapacity, MissingImages, StepHandle, StepPlan, StepResult, without_images
+from tokenmill_engine.ipc.shared_ring import Message, await_wake_up
+from tokenmill_engine.outputs import (
+    KVCapacity,
+    MissingImages,
+    StepHandle,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    without_images,
+)
 from tokenmill_engine.worker.control import chain_store, stage_store
-from tokenmill_engine.worker.wire import StepFailure, decode_answer, encode_plan
+from tokenmill_engine.worker.wire import StepFailure, decode_answer, encode_masks, encode_plan
 
 _VERDICT_S = 3.0
 """From one rank's failure in a step until the others have failed too, if they do so alike."""
@@ -48,6 +56,8 @@ class MultiprocExecutor:
         self._store_path = store_path
         self._on_lost = on_lost
         self._num_submitted = 0
+        self._awaits_masks = False
+        """By the plan submitted last."""
         self._reporter = config.parallel.reporting_rank
         self._num_answered = 0
         """By the rank that sends results, in the order of submission."""
@@ -96,17 +106,22 @@ class MultiprocExecutor:
         self._num_submitted += 1
         if self._death is None:
             sent = plan if self._feedback is None else dataclasses.replace(plan, sampled=self._feedback.sent(plan))
-            try:
-                for message in encode_plan(sent):
-                    self._pool.plans.send(message, self._make_room)
-            except EngineDeadError as error:
-                self._death = error.message
+            self._send(encode_plan(sent))
+            self._awaits_masks = plan.masks_follow
         return _Step(self, number, plan)
+
+    def mask(self, masks: TokenMasks | None) -> None:
+        """The masks that follow the plan submitted last. Never raises for what goes wrong with them."""
+        self._awaits_masks = False
+        if self._death is None:
+            self._send([encode_masks(masks)])
 
     def shutdown(self) -> None:
         """Finish the submitted steps and end the workers. May be called twice."""
         if self._is_shut:
             return
+        if self._awaits_masks:
+            self.mask(None)
         try:
             while self._num_answered < self._num_submitted:
                 self._wait()
@@ -117,6 +132,13 @@ class MultiprocExecutor:
         except EngineDeadError as error:
             self._death = error.message
         self._end_workers(gently=self._death is None)
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        try:
+            for message in messages:
+                self._pool.plans.send(message, self._make_room)
+        except EngineDeadError as error:
+            self._death = error.message
 
     def _end_workers(self, gently: bool) -> None:
         self._is_shut = True

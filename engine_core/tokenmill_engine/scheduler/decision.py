@@ -75,12 +75,7 @@ class Decider:
 
         Preempting waits for the steps in flight: they may free the blocks, and nothing they yield is lost. With turns
         it waits for the step that the victim is in alone: there are always others, and draining idles every stage.
-
-        Where a request must know its last token all others wait with it: if they went ahead, it would be computed in
-        every second step only.
         """
-        if in_flight and self._turns is None and self._table.must_wait():
-            return None
         running = self._table.running
         preempted: list[Request] = []
         first_needed = 0

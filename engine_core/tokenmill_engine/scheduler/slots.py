@@ -50,8 +50,6 @@ class SlotTable:
         self.outputs = np.empty((num_slots, max_model_len), dtype=np.int32)
         self.num_with_media = 0
         """Running requests that have images."""
-        self.is_structured = np.zeros(num_slots, dtype=np.bool_)
-        """What may follow is known once the last token is."""
         self._order = self._column()
         self._num_running = 0
         self._free = list(range(num_slots - 1, -1, -1))
@@ -87,7 +85,6 @@ class SlotTable:
         self.num_prompt[slot] = num_prompt
         self.media_end[slot] = request.media_end
         self.num_with_media += bool(request.media)
-        self.is_structured[slot] = request.sampling.structured is not None
         self.num_tokens[slot] = num_prompt + len(saved)
         self.num_computed[slot] = self.num_committed[slot] = num_computed
         # A request that only scores its prompt still ends in one sampling row, whose token is dropped.
@@ -116,18 +113,10 @@ class SlotTable:
         self.requests[slot] = None
         self.num_with_media -= bool(request.media)
         self.media_end[slot] = 0
-        self.is_structured[slot] = False
         self.num_tokens[slot] = self.num_computed[slot] = 0
         self.epochs[slot] += 1
         self._free.append(slot)
         request.slot = -1
-
-    def must_wait(self) -> bool:
-        """Whether a request that goes on needs its last token first, and that is in a step in flight."""
-        if not self.is_structured.any():
-            return False
-        has_token_in_flight = self.num_tokens > self.num_prompt + self.num_outputs
-        return bool((self.is_structured & has_token_in_flight & (self.num_tokens < self.max_total)).any())
 
     def token_ids(self, request: Request, start: int, end: int) -> IntArray:
         """Committed tokens `start` .. `end` - 1 of a running request, prompt first."""

@@ -1,15 +1,16 @@
 """The requests of one engine core whose output follows a grammar: who waits for one, how far each output has come in
 its own, and what each may sample next.
 
-A mask depends on every token before it. So a request with a grammar is never computed ahead of its last token (the
-scheduler sees to that), masks are made when a step is handed to the executor, and tokens are taken in when it retires.
-What a request has generated stays in its state through a preemption, as its tokens do.
+A mask depends on every token before it. Where these are known when a step is handed to the executor, the masks go with
+it. Where some are in flight the step is computed meanwhile as far as its logits: masks follow when the step before has
+retired and its tokens are taken in, while the device is still busy with that. What a request has generated stays in its
+state through a preemption, as its tokens do.
 
 `min_tokens` and `ignore_eos` yield to the grammar: an end that it allows is put off, one that it demands is the end.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -59,17 +60,14 @@ class StructuredRequests:
         self._waiting: dict[int, tuple[Request, StructuredSpec]] = {}
         self._outputs: dict[int, _Output] = {}
         self._by_slot: dict[int, _Output] = {}
+        self._late: list[tuple[int, _Output]] | None = None
+        """Rows of a plan whose masks are to follow."""
         self._failures: list[Failure] = []
 
     @property
     def num_waiting(self) -> int:
         """Requests whose grammar is not ready."""
         return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests whose grammar is ready and that have not ended."""
-        return len(self._outputs)
 
     @property
     def waiting_ids(self) -> list[int]:
@@ -120,8 +118,9 @@ class StructuredRequests:
         request.transition(RequestState.FINISHED, reason)
         return request
 
-    def masked(self, plan: StepPlan) -> StepPlan:
-        """`plan`, with what its rows may sample. All tokens before it are taken in."""
+    def masked(self, plan: StepPlan, *, tokens_in_flight: bool) -> StepPlan:
+        """`plan`, with what its rows may sample. If `tokens_in_flight` come before it, `late_masks` gives that instead
+        once they are taken in, as the plan says then."""
         if not self._outputs:
             return plan
         for start in plan.starts:
@@ -130,15 +129,25 @@ class StructuredRequests:
             if output is not None:
                 output.slot = start.slot
                 self._by_slot[start.slot] = output
-        sampling = plan.samples.nonzero()[0].astype(np.int32)
+        sampling = plan.samples.nonzero()[0].tolist()
         slots = plan.slots[sampling].tolist()
-        outputs = [(index, self._by_slot[slot]) for index, slot in enumerate(slots) if slot in self._by_slot]
-        if not outputs:
+        rows = [(row, self._by_slot[slot]) for row, slot in zip(sampling, slots, strict=True) if slot in self._by_slot]
+        if not rows:
             return plan
-        bits = np.zeros((len(outputs), self._num_words), dtype=np.int32)
-        for row, (_, output) in enumerate(outputs):
-            self._fill(bits, row, output)
-        return replace(plan, masks=TokenMasks(sampling[[index for index, _ in outputs]], bits))
+        if tokens_in_flight:
+            self._late = rows
+            return replace(plan, masks_follow=True)
+        return replace(plan, masks=self._masks(rows))
+
+    @property
+    def owes_masks(self) -> bool:
+        """Whether a plan waits for `late_masks`."""
+        return self._late is not None
+
+    def late_masks(self) -> TokenMasks | None:
+        """What the rows of that plan may sample, without those of requests that have ended since."""
+        rows, self._late = self._late or [], None
+        return self._masks([(row, output) for row, output in rows if self._outputs.get(output.request_id) is output])
 
     def take(self, request_ids: NDArray[np.int64], num_tokens: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """New tokens of a step: `num_tokens[i]` of request `request_ids[i]`, one after the other in `token_ids`."""
@@ -173,6 +182,15 @@ class StructuredRequests:
         )
         request.sampling = msgspec.structs.replace(sampling, min_tokens=0, ignore_eos=False)
         request.stop_token_ids = tuple(dict.fromkeys((*self._end_token_ids, *request.stop_token_ids)))
+
+    def _masks(self, rows: Sequence[tuple[int, _Output]]) -> TokenMasks | None:
+        """Of rows of a plan."""
+        if not rows:
+            return None
+        bits = np.zeros((len(rows), self._num_words), dtype=np.int32)
+        for index, (_, output) in enumerate(rows):
+            self._fill(bits, index, output)
+        return TokenMasks(np.array([row for row, _ in rows], dtype=np.int32), bits)
 
     def _fill(self, bits: NDArray[np.int32], row: int, output: _Output) -> None:
         try:

@@ -16,6 +16,7 @@ from tokenmill_engine.kv_cache.spec import KVGroup
 from tokenmill_engine.models.dense_decoder import TORCH_DTYPES, DenseDecoder, KVCaches, Stream
 from tokenmill_engine.models.media_decoder import MediaDecoder
 from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.sampling.masks import SampleMasks
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.encoder import MediaInputs
@@ -154,8 +155,8 @@ class _CpuStep:
         self._started = time.perf_counter()
         return stream
 
-    def sample(self, hidden: Hidden) -> Sampled:
-        sampled = self._steps.chooser.choose(hidden.chosen, self.rows)
+    def sample(self, hidden: Hidden, masks: SampleMasks | None) -> Sampled:
+        sampled = self._steps.chooser.choose(hidden.chosen, self.rows, masks)
         self._steps.preparer.advance(self._plan, self.rows, sampled.token_ids)
         return sampled
 

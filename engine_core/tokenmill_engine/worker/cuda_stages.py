@@ -13,7 +13,7 @@ import torch
 
 from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
-from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.outputs import StepPlan, StepResult, TokenMasks
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_media import CudaMedia, MediaParts
@@ -175,6 +175,10 @@ class CudaRelay:
             self._inlet.connect(chain)
         self._outlet.connect(chain)
 
+    def launch(self, plan: StepPlan) -> "CudaRelayedStep":
+        """As `Runner`."""
+        return self.execute(plan)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> "CudaRelayedStep":
         """Enqueue one step."""
@@ -259,6 +263,10 @@ class CudaRelayedStep:
 
     def __init__(self, plan: StepPlan, tokens: StepTokens) -> None:
         self._plan, self._tokens = plan, tokens
+
+    def choose(self, masks: TokenMasks | None) -> "CudaRelayedStep":
+        """As `LaunchedStep`: nothing is chosen here."""
+        return self
 
     def wait(self) -> StepResult:
         """A result without tokens, when this stage is done."""

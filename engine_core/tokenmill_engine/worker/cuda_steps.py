@@ -14,6 +14,7 @@ from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.sampling import table as columns
+from tokenmill_engine.sampling.masks import SampleMasks
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker.cuda_graphs import Call, Replay
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
@@ -108,13 +109,13 @@ class CudaSteps:
         self.inputs.advance(token_ids)
         return token_ids
 
-    def sample_shape(self, rows: StepRows) -> SampleShape | None:
+    def sample_shape(self, rows: StepRows, masks: SampleMasks | None) -> SampleShape | None:
         """The shape with a graph that serves these rows, or None."""
         num_samples = len(rows.sample_rows)
         num_rows = self.ladder.sample_size(num_samples) if self.ladder is not None and num_samples else None
         if num_rows is None:
             return None
-        wanted = self.chooser.features(rows)
+        wanted = self.chooser.features(rows, masks)
         features = next((features for features in _FEATURE_SETS if wanted & ~features == 0), None)
         return None if features is None else SampleShape(num_rows, features)
 
@@ -174,15 +175,15 @@ class _CudaStep:
             torch.index_select(every, 0, steps.inputs.logit_index[: self._num_samples], out=chosen)
         return Hidden(chosen, every)
 
-    def sample(self, hidden: Hidden) -> Sampled:
+    def sample(self, hidden: Hidden, masks: SampleMasks | None) -> Sampled:
         steps = self._steps
-        shape = steps.sample_shape(self.rows)
+        shape = steps.sample_shape(self.rows, masks)
         if shape is not None and shape.features & columns.MASK:
-            steps.chooser.load_masks(self.rows)
+            steps.chooser.load_masks(masks)
         token_ids = None if shape is None else steps.graphs.replay(shape)
         if token_ids is not None:
             return Sampled(token_ids[: self._num_samples])
-        sampled = steps.chooser.choose(hidden.chosen, self.rows)
+        sampled = steps.chooser.choose(hidden.chosen, self.rows, masks)
         steps.inputs.advance(sampled.token_ids)
         return sampled
 

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.attention.batch import ForwardBatch, KVGroupBatch
 from tokenmill_engine.outputs import MissingImages, SampledTokens, StepPlan
-from tokenmill_engine.sampling.masks import SampleMasks
 from tokenmill_engine.worker.encoder_time import EncoderTime
 from tokenmill_engine.worker.slots import SlotTables
 
@@ -43,8 +42,6 @@ class StepRows:
     """[num_samples] their slots."""
     max_tokens: int
     """No row has more known tokens than that."""
-    masks: SampleMasks | None = None
-    """What grammars allow."""
     missing: MissingRows | None = None
     encoder_time: EncoderTime | None = None
     """Of a step that encodes media."""
@@ -111,8 +108,7 @@ class CpuPreparer:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        masks = SampleMasks.of(plan.masks, sample_rows)
-        return StepInputs(StepRows(query_start, sample_rows, sample_slots, max_seq_len, masks), batch, logit_index)
+        return StepInputs(StepRows(query_start, sample_rows, sample_slots, max_seq_len), batch, logit_index)
 
     def _groups(
         self, slots: NDArray[np.int32], token_slots: NDArray[np.int32], positions: NDArray[np.int32], max_seq_len: int

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from tokenmill_engine.models.dense_decoder import DenseDecoder
-from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.outputs import StepPlan, TokenMasks
 from tokenmill_engine.sampling.logprobs import Logprobs, RawScores
+from tokenmill_engine.sampling.masks import SampleMasks
 from tokenmill_engine.sampling.sampler import Sampled
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.results import HostTokens, PendingResult, ScoredRows, to_host
@@ -41,8 +42,8 @@ class DeviceStep(Protocol):
     def forward(self, every_token: bool) -> Hidden:
         """Run the model."""
 
-    def sample(self, hidden: Hidden) -> Sampled:
-        """Choose the tokens, count the plan's as computed and append the chosen ones to the slots."""
+    def sample(self, hidden: Hidden, masks: SampleMasks | None) -> Sampled:
+        """Choose tokens that `masks` allow, count the plan's as computed and append the chosen ones to the slots."""
 
     def finish(self, sampled: Sampled) -> HostTokens:
         """Send the sampled tokens to the host. All of the step's work is enqueued by now."""
@@ -63,9 +64,13 @@ class ModelRunner:
         self._tables = tables
         self._device = device
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingResult:
         """Enqueue one step."""
+        return self.launch(plan).choose(plan.masks)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> "UnchosenStep":
+        """As `Runner`."""
         step = self._device.begin(plan)
         scored = self._scored_tokens(plan)
         hidden = step.forward(every_token=scored is not None)
@@ -75,21 +80,7 @@ class ModelRunner:
         vectors = None
         if self._model.makes_vectors:
             vectors = to_host(hidden.chosen[: len(step.rows.sample_rows)].to(torch.float32, copy=True))
-        sampled = step.sample(hidden)
-        logprobs = self._own(step.rows, sampled)
-        return PendingResult(plan, step.rows, step.finish(sampled), logprobs, prompt_logprobs, vectors)
-
-    def _own(self, rows: StepRows, sampled: Sampled) -> ScoredRows | None:
-        """Log-probabilities of the sampled tokens, by row of the plan."""
-        if sampled.logprobs is None or sampled.logprob_rows is None:
-            return None
-        slots = rows.sample_slots[sampled.logprob_rows]
-        return ScoredRows(
-            rows=rows.sample_rows[sampled.logprob_rows],
-            counts=np.ones(len(slots), np.int64),
-            num_top=self._tables.sampling.num_logprobs[slots],
-            scores=sampled.logprobs,
-        ).to_host()
+        return UnchosenStep(plan, step, hidden, self._tables.sampling.num_logprobs, prompt_logprobs, vectors)
 
     def _scored_tokens(self, plan: StepPlan) -> NDArray[np.int64] | None:
         """[num_reqs] how many of the row's tokens score the prompt token after them; None if none does."""
@@ -124,6 +115,40 @@ class ModelRunner:
             )
             for start, piece in ((start, hidden[start : start + size]) for start in range(0, len(hidden), size))
         ]
+
+
+@dataclass(slots=True)
+class UnchosenStep:
+    """A step whose hidden states are on their way. As `LaunchedStep`."""
+
+    plan: StepPlan
+    step: DeviceStep
+    hidden: Hidden
+    num_logprobs: NDArray[np.int32]
+    """[num_slots]"""
+    prompt_logprobs: ScoredRows | None
+    vectors: torch.Tensor | None
+    """On their way to the host, as in `PendingResult`."""
+
+    @torch.inference_mode()
+    def choose(self, masks: TokenMasks | None) -> PendingResult:
+        """As `LaunchedStep`."""
+        rows = self.step.rows
+        sampled = self.step.sample(self.hidden, SampleMasks.of(masks, rows.sample_rows))
+        logprobs = self._own(rows, sampled)
+        return PendingResult(self.plan, rows, self.step.finish(sampled), logprobs, self.prompt_logprobs, self.vectors)
+
+    def _own(self, rows: StepRows, sampled: Sampled) -> ScoredRows | None:
+        """Log-probabilities of the sampled tokens, by row of the plan."""
+        if sampled.logprobs is None or sampled.logprob_rows is None:
+            return None
+        slots = rows.sample_slots[sampled.logprob_rows]
+        return ScoredRows(
+            rows=rows.sample_rows[sampled.logprob_rows],
+            counts=np.ones(len(slots), np.int64),
+            num_top=self.num_logprobs[slots],
+            scores=sampled.logprobs,
+        ).to_host()
 
 
 def _concatenate(scores: list[Logprobs]) -> Logprobs:

@@ -12,7 +12,7 @@ import torch
 
 from tokenmill_engine.distributed.chain import Chain
 from tokenmill_engine.models.dense_decoder import DenseDecoder, KVCaches, Stream
-from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.outputs import StepPlan, StepResult, TokenMasks
 from tokenmill_engine.worker.encoder import MediaInputs
 from tokenmill_engine.worker.inputs import CpuPreparer
 from tokenmill_engine.worker.results import StepTimes, without_tokens
@@ -68,6 +68,10 @@ class RelayRunner:
         self._inlet = inlet_of(model, chain)
         self._media = media
 
+    def launch(self, plan: StepPlan) -> "RelayedStep":
+        """As `Runner`."""
+        return self.execute(plan)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> "RelayedStep":
         """Run the stage's layers and send on what comes out."""
@@ -92,6 +96,10 @@ class RelayedStep:
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
+
+    def choose(self, masks: TokenMasks | None) -> "RelayedStep":
+        """As `LaunchedStep`: nothing is chosen here."""
+        return self
 
     def wait(self) -> StepResult:
         """A result without tokens."""

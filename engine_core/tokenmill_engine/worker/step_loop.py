@@ -20,9 +20,9 @@ from queue import Queue
 from tokenmill_engine.errors import EngineDeadError, EngineError, ExchangeError
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter
-from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.worker.runner import PendingStep, StepWorker
-from tokenmill_engine.worker.wire import Answer, StepFailure, decode_plan, encode_answer
+from tokenmill_engine.outputs import StepPlan, TokenMasks
+from tokenmill_engine.worker.runner import PendingStep, StepWorker, execute_masked
+from tokenmill_engine.worker.wire import Answer, StepFailure, decode_masks, decode_plan, encode_answer
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class StepLoop:
             message = plans.receive()
             if not message:
                 break
-            step = self._begin(number, decode_plan(message, following))
+            step = self._begin(number, decode_plan(message, following), lambda: decode_masks(plans.receive()))
             if not runs_ahead:
                 self._answer(step)
                 continue
@@ -85,9 +85,11 @@ class StepLoop:
                 self._begun.join()
         self._begun.join()
 
-    def _begin(self, number: int, plan: StepPlan) -> _Begun | StepFailure:
+    def _begin(self, number: int, plan: StepPlan, masks: Callable[[], TokenMasks | None]) -> _Begun | StepFailure:
+        """`masks` waits for those that follow the plan, if any do."""
         try:
-            pending = self._worker.execute(plan)
+            worker = self._worker
+            pending = execute_masked(worker, plan, masks) if plan.masks_follow else worker.execute(plan)
         except Exception as error:
             return self._failure(number, plan, error, self._worker.received_step == plan.step)
         return _Begun(number, plan, pending, self._worker.received_step == plan.step)

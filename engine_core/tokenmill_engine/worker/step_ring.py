@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.errors import EngineDeadError
 from tokenmill_engine.outputs import StepPlan
-from tokenmill_engine.sampling.masks import SampleMasks
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.results import StepTimes
 from tokenmill_engine.worker.slots import Write
@@ -120,8 +119,7 @@ class StepEntry:
         num_words, num_runs, rest = self._write_changes(changes)
         self._headers[:6] = num_reqs, len(sample_rows), num_tokens, only_decodes, num_words, num_runs
         max_tokens = int((plan.num_computed + plan.num_scheduled).max())
-        masks = SampleMasks.of(plan.masks, sample_rows)
-        return StepRows(query_start, sample_rows, sample_slots, max_tokens, masks), rest
+        return StepRows(query_start, sample_rows, sample_slots, max_tokens), rest
 
     def _write_changes(self, changes: Sequence[Write]) -> tuple[int, int, list[Write]]:
         """(words, runs) that were written, and the changes that were not."""

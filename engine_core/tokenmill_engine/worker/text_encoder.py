@@ -12,7 +12,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.config.pooling import PoolingKind
 from tokenmill_engine.models.bert import BertEncoder
 from tokenmill_engine.models.text_batch import TextBatch, make_batch
-from tokenmill_engine.outputs import StepPlan, StepResult
+from tokenmill_engine.outputs import StepPlan, StepResult, TokenMasks
 from tokenmill_engine.worker.pooling import vector_result
 
 _WARM_UP_TOKENS = 32
@@ -41,6 +41,10 @@ class TextEncoderRunner:
         longest = self._model.architecture.max_position_embeddings
         self._encode([np.zeros(min(_WARM_UP_TOKENS, longest), np.int32)]).cpu()
 
+    def launch(self, plan: StepPlan) -> "_PendingVectors":
+        """As `Runner`."""
+        return self.execute(plan)
+
     def execute(self, plan: StepPlan) -> "_PendingVectors":
         """Enqueue one step."""
         started = time.perf_counter()
@@ -65,6 +69,10 @@ class _PendingVectors:
         self, plan: StepPlan, vectors: torch.Tensor, started: float, synchronize: Callable[[], None] | None
     ) -> None:
         self._plan, self._vectors, self._started, self._synchronize = plan, vectors, started, synchronize
+
+    def choose(self, masks: TokenMasks | None) -> "_PendingVectors":
+        """As `LaunchedStep`: nothing is chosen here."""
+        return self
 
     def wait(self) -> StepResult:
         if self._synchronize is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import msgspec
 
 from tokenmill_engine.ipc.shared_ring import Message
-from tokenmill_engine.outputs import BlockAppend, EncoderInput, MissingImages, StepPlan, StepResult
+from tokenmill_engine.outputs import BlockAppend, EncoderInput, MissingImages, StepPlan, StepResult, TokenMasks
 
 _PROTOCOL = 5
 _PLAN_FIELDS = tuple(field.name for field in fields(StepPlan))
@@ -62,6 +62,16 @@ def decode_plan(data: Message, following: Iterable[Message] = ()) -> StepPlan:
     values = pickle.loads(data, buffers=following)
     values[_APPENDS] = [BlockAppend(*each) for each in values[_APPENDS]]
     return StepPlan(*values)
+
+
+def encode_masks(masks: TokenMasks | None) -> bytes:
+    """What follows a plan by `StepPlan.masks_follow`."""
+    return pickle.dumps(None if masks is None else (masks.rows, masks.bits), _PROTOCOL)
+
+
+def decode_masks(data: Message) -> TokenMasks | None:
+    values = pickle.loads(data)
+    return None if values is None else TokenMasks(*values)
 
 
 def _picklable(image: EncoderInput) -> EncoderInput:

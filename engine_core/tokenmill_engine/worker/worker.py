@@ -22,7 +22,7 @@ from tokenmill_engine.worker import memory
 from tokenmill_engine.worker.backend import Backend
 from tokenmill_engine.worker.cpu import CpuBackend
 from tokenmill_engine.worker.media_links import MediaLinks
-from tokenmill_engine.worker.runner import PendingStep, Runner
+from tokenmill_engine.worker.runner import LaunchedStep, PendingStep, Runner
 from tokenmill_engine.worker.slots import SlotShape
 from tokenmill_engine.worker.text_encoder import TextEncoderRunner, claim_device
 
@@ -150,13 +150,20 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Enqueue one step on the device."""
-        if self._runner is None:
-            raise RuntimeError("the worker is not initialized")
-        return self._runner.execute(plan)
+        return self._ready_runner().execute(plan)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """As in `Runner`."""
+        return self._ready_runner().launch(plan)
 
     def close(self) -> None:
         """Let go of the device's memory."""
         self._runner = None
+
+    def _ready_runner(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("the worker is not initialized")
+        return self._runner
 
     def _agree(self, num_blocks: int) -> int:
         """What all workers have: the least of each stage, and then of all stages."""

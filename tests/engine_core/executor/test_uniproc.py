@@ -1,6 +1,7 @@
 """Steps through the executor: in order, one failing alone, equal tokens at any depth."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tokenmill_engine.config.engine import CacheConfig
 from tokenmill_engine.errors import EngineError, StartupError
 from tokenmill_engine.executor.uniproc import UniprocExecutor
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.outputs import StepPlan
+from tokenmill_engine.outputs import StepPlan, TokenMasks
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 
 
@@ -82,3 +83,33 @@ def test_shutdown_finishes_what_was_submitted_and_may_be_repeated() -> None:
     executor.shutdown()
     assert [handle.result().num_new.tolist() for handle in handles] == [[1]] * 4
     executor.shutdown()
+
+
+def test_masks_that_follow_bind_as_those_that_come_with_a_plan(executor: UniprocExecutor) -> None:
+    plan = rehearsal_plan(2, 3, 1, BLOCK_SIZE, GREEDY)
+    free = executor.submit(plan).result().token_ids[:, 0].tolist()
+    bits = np.zeros((1, -(-tiny_engine_config().model.architecture.vocab_size // 32)), np.int32)
+    bits[0, 1] = 1 << 9
+    masks = TokenMasks(np.array([1], np.int32), bits)
+    expected = executor.submit(replace(plan, masks=masks)).result().token_ids[:, 0].tolist()
+    assert expected == [free[0], 41]
+    for following, tokens in ((masks, expected), (None, free)):
+        handle = executor.submit(replace(plan, masks_follow=True))
+        executor.mask(following)
+        assert handle.result().token_ids[:, 0].tolist() == tokens
+
+
+def test_a_step_that_fails_before_its_masks_come_harms_no_other(executor: UniprocExecutor) -> None:
+    bad = executor.submit(replace(broken_plan(7), masks_follow=True))
+    executor.mask(None)
+    with pytest.raises(EngineError, match=r"step 7 failed: IndexError"):
+        bad.result()
+    assert executor.submit(rehearsal_plan(2, 3, 1, BLOCK_SIZE, GREEDY)).result().num_new.tolist() == [1, 1]
+
+
+def test_shutdown_does_not_wait_for_masks() -> None:
+    executor = UniprocExecutor(tiny_engine_config())
+    executor.initialize()
+    handle = executor.submit(replace(rehearsal_plan(1, 4, 1, BLOCK_SIZE, GREEDY), masks_follow=True))
+    executor.shutdown()
+    assert handle.result().num_new.tolist() == [1]

@@ -111,5 +111,8 @@ def test_masks_bind_their_rows(temperature: float) -> None:
         free, masked, again = (runner.execute(each).wait().token_ids[:, 0].tolist() for each in (plan, bound, plan))
         assert masked == [3 * 32 + 5, *free[1:4], 7]
         assert again == free
+        for masks, tokens in ((bound.masks, masked), (None, free)):
+            late = runner.launch(replace(plan, masks_follow=True)).choose(masks)
+            assert late.wait().token_ids[:, 0].tolist() == tokens
         features = {key.features for key in calls.used if isinstance(key, SampleShape)}
         assert any(each & columns.MASK for each in features) == padded

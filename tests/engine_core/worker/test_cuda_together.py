@@ -30,3 +30,17 @@ def test_a_step_that_fails_half_way_is_the_last(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(steps.chooser, "choose", exhausted)
     with pytest.raises(EngineDeadError, match="step 0 failed half-way: MemoryError: no memory for logits"):
         together.execute(plan)
+    with pytest.raises(EngineDeadError, match="step 0 failed half-way: MemoryError: no memory for logits"):
+        together.launch(plan).choose(None)
+
+
+def test_masks_may_follow() -> None:
+    runner = make_runner(Calls(), padded=False)
+    steps = runner._device
+    assert isinstance(steps, CudaSteps)
+    together = RunnerTogether(runner, steps.inputs.ring)
+    plan = rehearsal_plan(2, 8, 1, BLOCK_SIZE, GREEDY)
+    expected = together.execute(plan).wait()
+    assert together.launch(plan).choose(None).wait().token_ids.tolist() == expected.token_ids.tolist()
+    with pytest.raises(ValueError, match="more than the buffers hold"):
+        together.launch(replace(plan, num_scheduled=np.full(2, 10_000, np.int32)))

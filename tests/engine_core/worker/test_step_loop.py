@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from tests.support.server import wait_for
 from tokenmill_engine.errors import EngineDeadError, EngineError, ExchangeError
 from tokenmill_engine.ipc.shared_ring import RingReader, RingWriter, create_ring
-from tokenmill_engine.outputs import MissingImages, StepPlan, StepResult
+from tokenmill_engine.outputs import MissingImages, StepPlan, StepResult, TokenMasks
 from tokenmill_engine.worker.rehearsal import GREEDY, rehearsal_plan
 from tokenmill_engine.worker.step_loop import StepLoop
-from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, encode_plan
+from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, encode_masks, encode_plan
 
 DEADLINE_S = 60.0
 
@@ -45,6 +46,8 @@ class Device:
         self.refused: dict[int, Exception] = {}
         self.broken: dict[int, Exception] = {}
         self.attending: list[str] = []
+        self.masks: list[tuple[int, TokenMasks | None]] = []
+        """That followed a plan, each with its step."""
 
     def execute(self, plan: StepPlan) -> Step:
         self.begun.append(plan.step)
@@ -54,11 +57,25 @@ class Device:
             raise self.refused[plan.step]
         return Step(plan.step, self.ends[plan.step], self.broken.get(plan.step))
 
+    def launch(self, plan: StepPlan) -> "Launched":
+        return Launched(self, plan, self.execute(plan))
+
     def tell_missing(self, tell: Callable[[MissingImages], None]) -> None:
         self.tell = tell
 
     def enter_thread(self) -> None:
         self.attending.append(threading.current_thread().name)
+
+
+class Launched:
+    """A step that waits for masks."""
+
+    def __init__(self, device: Device, plan: StepPlan, step: Step) -> None:
+        self._device, self._plan, self._step = device, plan, step
+
+    def choose(self, masks: TokenMasks | None) -> Step:
+        self._device.masks.append((self._plan.step, masks))
+        return self._step
 
 
 def as_engine_error(error: Exception, step: int) -> EngineError:
@@ -80,12 +97,14 @@ class Loop:
         self._thread = threading.Thread(target=loop.run, args=(RingReader(*plans.of_reader(0)),), daemon=True)
         self._thread.start()
 
-    def submit(self, *steps: int) -> None:
+    def submit(self, *steps: int, masks_follow: bool = False) -> None:
         for step in steps:
             plan = rehearsal_plan(1, 3, 1, 16, GREEDY)
-            plan = StepPlan(step, plan.slots, plan.num_scheduled, plan.num_computed, plan.samples, plan.num_decodes)
-            for message in encode_plan(plan):
+            for message in encode_plan(replace(plan, step=step, starts=[], masks_follow=masks_follow)):
                 self._plans.send(message)
+
+    def mask(self, masks: TokenMasks | None) -> None:
+        self._plans.send(encode_masks(masks))
 
     def take(self) -> Answer | None:
         """An answer that is there."""
@@ -311,6 +330,30 @@ def test_who_does_not_report_tells_of_missing_images_before_the_step_goes_on(sta
     wait_for(lambda: told and device.begun, DEADLINE_S, "the step")
     assert told == [missing]
     device.ends[0].set()
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_masks_follow_the_plan_that_waits_for_them(runs_ahead: bool, start: Callable[..., Loop]) -> None:
+    """The step has begun by then. Nothing behind them is taken for them, also if that step was refused."""
+    device = Device(runs_ahead=runs_ahead)
+    device.refused[1] = ValueError("a fault")
+    for end in device.ends:
+        end.set()
+    loop = start(device)
+    masks = TokenMasks(np.array([0], np.int32), np.array([[5]], np.int32))
+    for step, following in ((0, masks), (1, masks), (2, None)):
+        loop.submit(step, masks_follow=True)
+        wait_for(lambda step=step: device.begun == list(range(step + 1)), DEADLINE_S, "the step")  # type: ignore[misc]
+        assert loop.take() is None
+        loop.mask(following)
+        answer = loop.receive()
+        assert isinstance(answer, StepFailure) == (step == 1)
+    loop.submit(3)
+    assert token_of(loop.receive()) == 3
+    (first, received), last = device.masks
+    assert received is not None
+    assert (first, received.rows.tolist(), received.bits.tolist()) == (0, [0], [[5]])
+    assert last == (2, None)
 
 
 def test_the_end_waits_for_steps_under_way(start: Callable[..., Loop]) -> None:

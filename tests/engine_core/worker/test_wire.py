@@ -19,9 +19,20 @@ from tokenmill_engine.outputs import (
     StepMedia,
     StepPlan,
     StepResult,
+    TokenMasks,
 )
-from tokenmill_engine.worker.wire import Answer, StepFailure, decode_answer, decode_plan, encode_answer, encode_plan
+from tokenmill_engine.worker.wire import (
+    Answer,
+    StepFailure,
+    decode_answer,
+    decode_masks,
+    decode_plan,
+    encode_answer,
+    encode_masks,
+    encode_plan,
+)
 
+MASKS = TokenMasks(np.array([0, 2], np.int32), np.arange(6, dtype=np.int32).reshape(2, 3))
 ROWS = LogprobRows(np.ones((2, 3), np.int32), np.full((2, 3), -0.5, np.float32), np.arange(2, dtype=np.int32))
 
 
@@ -42,6 +53,8 @@ def full_plan() -> StepPlan:
         "starts": [start],
         "appends": [BlockAppend(1, 0, 3, [8, 9]), BlockAppend(1, 1, 2, [])],
         "media": StepMedia([3], [image], [PlaceholderRows(1, 4, 4, 8, 0)]),
+        "masks": MASKS,
+        "masks_follow": True,
     }
     return StepPlan(**values)
 
@@ -84,6 +97,11 @@ def test_plans(changes: dict[str, Any]) -> None:
 )
 def test_answers(answer: Answer) -> None:
     assert same(decode_answer(bytearray(encode_answer(answer))), answer)
+
+
+@pytest.mark.parametrize("masks", [MASKS, None])
+def test_masks(masks: TokenMasks | None) -> None:
+    assert same(decode_masks(bytearray(encode_masks(masks))), masks)
 
 
 def test_pixels_follow_their_plan_and_are_copied_by_nobody() -> None:
