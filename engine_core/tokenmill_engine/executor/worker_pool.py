@@ -24,7 +24,7 @@ from tokenmill_engine.ipc.child import ChildProcess, is_stopped, spawn_child
 from tokenmill_engine.ipc.exits import describe_exit
 from tokenmill_engine.ipc.lifecycle import die_with
 from tokenmill_engine.ipc.shared_ring import RingFiles, RingReader, RingWriter, create_ring, wake_up
-from tokenmill_engine.ipc.stopped import LOOK_S, StoppedChild
+from tokenmill_engine.ipc.stopped import StoppedChildren
 from tokenmill_engine.outputs import KVCapacity
 from tokenmill_engine.worker.control import FromWorker, RefusedAlike, WorkerFailed, WorkerReady, WorkerStart
 
@@ -82,7 +82,7 @@ class WorkerPool:
         self.lost_at = 0.0
         """When that was noticed, of the monotonic clock."""
         self.gives_up = True
-        """False: a worker may be stopped for ever, as under a debugger. Set before `watch`."""
+        """False: a worker may be stopped for ever, as under a debugger. Set before `start`."""
         self._has_lost = threading.Event()
         self._names = [f"worker {rank}" for rank in range(size)]
         self._children: list[ChildProcess[FromWorker]] = []
@@ -106,7 +106,8 @@ class WorkerPool:
         """Tells the workers what to be; returns what each offers, once all are ready.
 
         Raises:
-            StartupError: one could not start; says why, of the one that failed first.
+            StartupError: one could not start, or is stopped for long if the pool `gives_up`; says why, of the one that
+                failed first.
         """
         self._names = [f"worker {engine_rank}.{rank}" for rank in range(self.size)]
         start = WorkerStart(engine_rank, store_path, config)
@@ -118,8 +119,9 @@ class WorkerPool:
         began = time.monotonic()
         warning_at = began + self._patience_s
         deadline: float | None = None
+        children = self._stopped_children()
         while failures or len(ready) < self.size:
-            for rank, event in self._wait(deadline or warning_at):
+            for rank, event in self._wait(min(deadline or warning_at, children.next_look or warning_at)):
                 warning_at = time.monotonic() + self._patience_s
                 match event:
                     case WorkerReady(capacity=capacity):
@@ -131,6 +133,8 @@ class WorkerPool:
                         at = 0.0 if returncode == -signal.SIGKILL else time.monotonic()
                         how = describe_exit(returncode, "while it was starting")
                         failures[rank] = at, f"{self._names[rank]} {how}"
+            for rank, fault in children.look():  # the others would wait for it
+                failures.setdefault(rank, (0.0, f"{self._names[rank]} {fault} while it was starting"))
             if failures:
                 deadline = deadline or time.monotonic() + _GRACE_S
                 if len(failures) == self.size or time.monotonic() >= deadline:
@@ -139,6 +143,9 @@ class WorkerPool:
                 self._warn_of_late([rank for rank in range(self.size) if rank not in ready], time.monotonic() - began)
                 warning_at = time.monotonic() + self._patience_s
         return [ready[rank] for rank in range(self.size)]
+
+    def _stopped_children(self) -> StoppedChildren:
+        return StoppedChildren([child.process.pid for child in self._children] if self.gives_up else [])
 
     def _warn_of_late(self, ranks: list[int], waited_s: float) -> None:
         """Nothing else would tell of a worker that is stopped or hangs: the others wait for it."""
@@ -154,21 +161,13 @@ class WorkerPool:
         `gives_up`. If that thread fails, so does this process."""
 
         def watch() -> None:
-            children = [StoppedChild(child.process.pid) for child in self._children] if self.gives_up else []
-            looked_at = time.monotonic()
-            now = 0.0
+            children = self._stopped_children()
             while not self._is_stopping.is_set():
-                for rank, event in self._wait(looked_at + LOOK_S if children else None):
+                for rank, event in self._wait(children.next_look):
                     if isinstance(event, _Exit):
                         self._lose(rank, describe_exit(event.returncode), on_lost)
-                if (since_s := time.monotonic() - looked_at) < LOOK_S:
-                    continue
-                looked_at += since_s
-                # This process may have been stopped as well.
-                now += min(since_s, 2 * LOOK_S)
-                for rank, child in enumerate(children):
-                    if (fault := child.look(now)) is not None:
-                        self._lose(rank, fault, on_lost)
+                for rank, fault in children.look():
+                    self._lose(rank, fault, on_lost)
 
         self._watcher = threading.Thread(target=die_with, args=(watch,), name="worker-watcher", daemon=True)
         self._watcher.start()

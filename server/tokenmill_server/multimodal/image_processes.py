@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenmill_engine.errors import OverloadedError
+from tokenmill_engine.ipc.stopped import StoppedChildren
 from tokenmill_engine.messages import MediaTensor
 from tokenmill_server.multimodal.asking import LOOK_UP_S, Asking, Check
 from tokenmill_server.multimodal.errors import CRASHES, DecoderKilledError, MediaError
@@ -245,9 +246,10 @@ class _Process:
         return self._process.poll() is None
 
     def set_up(self, setup: Setup) -> None:
-        """Waits until it is ready. Raises OSError if it is not."""
+        """Waits until it is ready. Raises OSError if it is not, DecoderKilledError if it is stopped."""
         self._channel.allow(self._timeout_s)
         self._channel.send(setup)
+        self._await(lambda: None)
         self._channel.receive(Ready)
         self.is_idle = True
 
@@ -295,8 +297,11 @@ class _Process:
                     raise ConnectionError(f"the process says {unexpected}")
 
     def _await(self, check: Check) -> None:
-        """Until there is a message, or the end."""
+        """Until there is a message, or the end. Raises DecoderKilledError if the process is stopped for long."""
+        stopped = StoppedChildren([self._process.pid])
         while not self._channel.has_message(LOOK_UP_S):
+            for _, fault in stopped.look():
+                raise DecoderKilledError(f"the process that prepared the image {fault}; send it again")
             try:
                 check()
             except BaseException:

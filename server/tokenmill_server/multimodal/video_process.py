@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill_engine.errors import OverloadedError, TokenmillError, describe_os_error
+from tokenmill_engine.ipc.stopped import StoppedChildren
 from tokenmill_server.multimodal.asking import LOOK_UP_S, Check, always
 from tokenmill_server.multimodal.errors import CRASHES, DecoderKilledError, MediaError
 from tokenmill_server.multimodal.settings import MediaSettings
@@ -140,11 +141,14 @@ class _Child:
             num_read += count
 
     def _await(self, check: Check) -> None:
-        """Until there is something to read, or the end."""
+        """Until there is something to read, or the end. Raises DecoderKilledError if the process stays stopped."""
         poll = select.poll()
         poll.register(_pipe(self._process.stdout), select.POLLIN)
+        stopped = StoppedChildren([self._process.pid])
         check()
         while not poll.poll(LOOK_UP_S * 1000):
+            for _, fault in stopped.look():
+                raise DecoderKilledError(f"the process that decoded the video {fault}; send it again")
             check()
 
     def _failure(self) -> TokenmillError:

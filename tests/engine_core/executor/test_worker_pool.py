@@ -18,7 +18,6 @@ from tests.engine_core.worker.conftest import tiny_engine_config
 from tests.support.server import wait_for
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.errors import StartupError
-from tokenmill_engine.executor import worker_pool
 from tokenmill_engine.executor.worker_pool import WorkerPool
 from tokenmill_engine.ipc import stopped
 
@@ -85,7 +84,7 @@ def test_a_worker_ended_by_any_signal_is_lost(number: int, words: str) -> None:
 
 
 def test_a_stopped_worker_is_lost_unless_nobody_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "LOOK_S", 0.2)
+    monkeypatch.setattr(stopped, "LOOK_S", 0.2)
     monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
     lost = threading.Event()
     with waiting_pool(2) as (patient, held), waiting_pool(2) as (pool, processes):
@@ -114,6 +113,7 @@ def test_a_start_that_waits_for_a_stopped_worker_says_so(tmp_path: Path, caplog:
     config = dataclasses.replace(tiny_engine_config(), parallel=ParallelConfig(tensor_parallel_size=2, executor="mp"))
     offers: list[int] = []
     with waiting_pool(2, patience_s=0.5) as (pool, processes):
+        pool.gives_up = False
         processes[1].suspend()
         start = threading.Thread(
             target=lambda: offers.extend(offer.num_blocks for offer in pool.start(config, 3, str(tmp_path / "store")))
@@ -129,6 +129,15 @@ def test_a_start_that_waits_for_a_stopped_worker_says_so(tmp_path: Path, caplog:
         assert len(offers) == 2
         words = r"the start has waited \d+ s; not ready: worker 3\.0, worker 3\.1 \(stopped\)"
         assert re.fullmatch(words, warnings()[0])
+
+
+def test_a_start_ends_for_a_worker_that_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
+    config = dataclasses.replace(tiny_engine_config(), parallel=ParallelConfig(tensor_parallel_size=2, executor="mp"))
+    with waiting_pool(2) as (pool, processes):
+        processes[1].suspend()
+        with pytest.raises(StartupError, match=r"^worker 3\.1 was stopped \(SIGSTOP\) for 1 s while it was starting$"):
+            pool.start(config, 3, str(tmp_path / "store"))
 
 
 def test_a_file_that_may_not_be_so_large_is_told_of() -> None:

@@ -20,9 +20,10 @@ from tests.support.prepared_items import made_up
 from tests.support.processes import wait_for_end
 from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.errors import OverloadedError
+from tokenmill_engine.ipc import stopped
 from tokenmill_server.multimodal import image_processes
 from tokenmill_server.multimodal.asking import Asking
-from tokenmill_server.multimodal.errors import MediaError
+from tokenmill_server.multimodal.errors import DecoderKilledError, MediaError
 from tokenmill_server.multimodal.image_item import WantedImage
 from tokenmill_server.multimodal.image_processes import CannotStartError, ImageFile, ImageProcesses
 from tokenmill_server.multimodal.items import PreparedItem
@@ -273,6 +274,23 @@ def test_a_process_that_hangs(processor: ImageProcessor) -> None:
         prepare(pool, admit=stop)
     assert helpers() == []
     pool.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped(
+    processor: ImageProcessor, pool: ImageProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody outside: the image is not to blame, and another process has it done."""
+    monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
+
+    def stop(*_arguments: object) -> None:
+        (helper,) = helpers()
+        helper.suspend()
+
+    with pytest.raises(DecoderKilledError, match=r"was stopped .* send it again"):
+        prepare(pool, admit=stop)
+    assert helpers() == []
+    assert prepare(pool) == in_thread(processor)
 
 
 def starts(pool: ImageProcesses) -> bool:

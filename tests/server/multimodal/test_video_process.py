@@ -22,6 +22,7 @@ from tests.support.processes import children_with, wait_for_end
 from tests.support.video_decoding import SETTINGS, decode
 from tests.support.videos import decoded, moving, video_file
 from tokenmill_engine.errors import OverloadedError
+from tokenmill_engine.ipc import stopped
 from tokenmill_server.multimodal import video_memory, video_process
 from tokenmill_server.multimodal.decoding_memory import DecodingMemory
 from tokenmill_server.multimodal.errors import DecoderKilledError, MediaError
@@ -220,6 +221,14 @@ def test_a_decoder_that_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """That is no fault of the file."""
     with_child(monkeypatch, tmp_path, f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
     with pytest.raises(DecoderKilledError, match="was killed; send it again"):
+        read(video_file(FRAMES))
+
+
+def test_a_decoder_that_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By somebody outside, who may forget it."""
+    monkeypatch.setattr(stopped, "STOPPED_S", 1.0)
+    with_child(monkeypatch, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
+    with pytest.raises(DecoderKilledError, match=r"was stopped .* send it again"):
         read(video_file(FRAMES))
 
 
