@@ -32,6 +32,7 @@ import psutil
 import uvloop
 from tokenizers import Tokenizer
 
+from benchmarks.frontend import cpu_s
 from tokenmill_engine.config.model_files import embedded_model_path, resolve_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.bench.compare_process import Log, Program, SideError, running_process
@@ -112,11 +113,6 @@ class TextMaker:
         text = "".join(pieces)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return text[: encoding.offsets[num_tokens - 1][1]]
-
-
-def cpu_s(pids: Sequence[int]) -> float:
-    """CPU time of processes so far, all threads, user and system mode, exact to less than a microsecond."""
-    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # the kernel's number of a process's CPU clock
 
 
 def http_processes(root: psutil.Process, pattern: str | None) -> list[int]:

@@ -17,6 +17,11 @@ _MANY = 64
 class BatchHistogram(Histogram):
     """A histogram that takes the observations of a whole step at once."""
 
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """One observation; exemplars are not kept."""
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+
     def observe_many(self, values: Sequence[float] | NDArray[np.float64]) -> None:
         """Same result as `observe` for each value; costs per bucket touched, not per value."""
         if len(values) < _MANY:

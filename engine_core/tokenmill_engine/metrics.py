@@ -11,11 +11,11 @@ Names carry a prefix per configured namespace. No namespace means no series: eve
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, values
+from prometheus_client import CollectorRegistry, Counter, values
 
 from tokenmill_engine.ipc.files import reserve
 from tokenmill_engine.messages import EngineLoad, FinishReason
-from tokenmill_engine.metric_series import GaugeSeries, SeriesBuilder
+from tokenmill_engine.metric_series import BatchHistogram, GaugeSeries, SeriesBuilder
 
 REQUEST_LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -297,7 +297,9 @@ class FrontendMetrics:
         self._http_requests = Counter(
             "http_requests_total", "HTTP requests.", ("handler", "method", "status"), registry=registry
         )
-        self._http_duration = Histogram(
+        self._http_series: dict[tuple[str, str, str], tuple[Counter, BatchHistogram]] = {}
+        """By handler, method and status; to look labels up takes as long as to count."""
+        self._http_duration = BatchHistogram(
             "http_request_duration_seconds",
             "Duration of HTTP requests.",
             ("handler", "method"),
@@ -321,8 +323,14 @@ class FrontendMetrics:
 
     def observe_http(self, handler: str, method: str, status: int, duration_s: float) -> None:
         """One finished HTTP request; `handler` is the route's path template, `none` for unknown paths."""
-        self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
-        self._http_duration.labels(handler, method).observe(duration_s)
+        key = handler, method, f"{status // 100}xx"
+        series = self._http_series.get(key)
+        if series is None:
+            series = self._http_requests.labels(*key), self._http_duration.labels(handler, method)
+            self._http_series[key] = series
+        requests, duration = series
+        requests.inc()
+        duration.observe(duration_s)
 
 
 class LauncherMetrics:

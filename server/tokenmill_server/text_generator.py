@@ -25,7 +25,7 @@ from tokenmill_engine.metrics import FrontendMetrics
 from tokenmill_server.deadlines import check_deadline, set_deadline
 from tokenmill_server.engine_client import EngineClient
 from tokenmill_server.media_resending import MediaResender
-from tokenmill_server.processing.collector import Collector
+from tokenmill_server.processing.collector import Collector, all_done
 from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
 from tokenmill_server.processing.output_processor import Choice, Generation, OutputListener
 from tokenmill_server.processing.tokenizer import Tokenizer
@@ -162,10 +162,7 @@ class TextGenerator:
             for request in requests:
                 collector = Collector()
                 started.append((self.start(request, collector, pinned_engine), collector))
-            await asyncio.wait([collector.done for _, collector in started], return_when=asyncio.FIRST_EXCEPTION)
-            failures = [error for _, collector in started if (error := collector.failure()) is not None]
-            if failures:
-                raise failures[0]
+            await all_done([collector for _, collector in started])
             if requests and requests[0].sampling.prompt_logprobs is not None:
                 return await asyncio.to_thread(_results, started)
             return _results(started)

@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.frontend_peer import TextMaker, cpu_s, http_processes, summary, table
+from benchmarks.frontend import cpu_s
+from benchmarks.frontend_peer import TextMaker, http_processes, summary, table
 from tokenmill_engine.config.model_files import EMBEDDED_MODEL_NAME
 from tokenmill_server.bench.compare_process import SideError
 from tokenmill_server.bench.tokenizer import load_tokenizer

@@ -40,6 +40,7 @@ class ChatTemplate:
         self.source = source
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # a chain of them is searched for each rendering
             self.variables = meta.find_undeclared_variables(environment.parse(source))
             """Names that the template reads from outside."""
         except jinja2.TemplateSyntaxError as error:

@@ -212,10 +212,11 @@ class InputProcessor:
         return msgspec.structs.replace(sampling, max_tokens=max_tokens)
 
     def _resolved(self, sampling: SamplingParams) -> SamplingParams:
-        """Checked, and with everything filled in that does not depend on the prompt. Many prompts come with the same
-        object, one after the other: it is worked on once."""
-        if sampling is self._last_sampling[0]:
-            return self._last_sampling[1]
+        """Checked, and with everything filled in that does not depend on the prompt. Most requests are sampled like the
+        one before: that is worked on once."""
+        last, resolved = self._last_sampling
+        if sampling is last or (sampling.structured_outputs is None and sampling == last):
+            return resolved
         check_sampling(sampling, self.vocab_size, self._max_logprobs)
         changes: dict[str, Any] = {}
         if sampling.temperature < _GREEDY_BELOW:

@@ -31,7 +31,8 @@ PARTNERS = {
 
 def without_partner(fields: BaseModel) -> list[str]:
     """Names of fields in a request that have no effect since their partner is missing."""
-    return [name for name, partner in PARTNERS.items() if _is_alone(fields, name, partner)]
+    given = fields.model_fields_set & PARTNERS.keys()
+    return [name for name in given if _is_alone(fields, name, PARTNERS[name])] if given else []
 
 
 def _is_alone(fields: BaseModel, name: str, partner: Partner) -> bool:

@@ -1,7 +1,7 @@
 """The JSON bodies of answers that are not streamed, as plain dicts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill_server.processing.generation import CompletionOutput, RequestOutput
@@ -43,11 +43,12 @@ class Usage:
         return body
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+def usage_of(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> Usage:
     return Usage(
-        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-        completion_tokens=sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
-        cached_tokens=sum(output.num_cached_tokens for output in outputs),
+        prompt_tokens=sum([len(output.prompt_token_ids) for output in outputs]),
+        completion_tokens=sum([len(choice.token_ids) for output in outputs for choice in output.outputs]),
+        cached_tokens=sum([output.num_cached_tokens for output in outputs]),
+        reasoning_tokens=reasoning_tokens,
     )
 
 
@@ -61,7 +62,7 @@ def chat_reply(
     reasoning_tokens: int | None = None,
 ) -> Json:
     """A `chat.completion`."""
-    usage = replace(usage_of([output]), reasoning_tokens=reasoning_tokens)
+    usage = usage_of([output], reasoning_tokens)
     reply = _reply(head, "chat.completion", [choice_body(choice) for choice in output.outputs], usage)
     if output.prompt_logprobs is not None:
         reply["prompt_logprobs"] = formatter.prompt(output.prompt_logprobs)

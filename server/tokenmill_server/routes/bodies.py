@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from tokenmill_engine.errors import InvalidRequestError
@@ -28,12 +27,13 @@ async def read_json(request: Request, max_bytes: int) -> Json:
 
     Raises InvalidRequestError, BodyTooLargeError or UnsupportedEncodingError.
     """
-    content_type = request.headers.get("content-type", "")
+    headers = request.headers
+    content_type = headers.get("content-type", "")
     if not _JSON_TYPE.match(content_type):
         raise InvalidRequestError(
             f"the content type must be application/json, got {content_type[:100]!r}", code="invalid_content_type"
         )
-    encoding = request.headers.get("content-encoding", "identity")
+    encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise UnsupportedEncodingError(f"content encoding {encoding[:100]!r} is not supported; send the body as it is")
     data = await _read_body(request, max_bytes)
@@ -70,12 +70,14 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
         raise BodyTooLargeError(f"the body has {declared} bytes, more than the limit of {max_bytes}")
     chunks: list[bytes] = []
     size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise BodyTooLargeError(f"the body has more bytes than the limit of {max_bytes}")
-            chunks.append(chunk)
-    except ClientDisconnect as error:
-        raise InvalidRequestError("the client went away while sending") from error
-    return b"".join(chunks)
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequestError("the client went away while sending")
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise BodyTooLargeError(f"the body has more bytes than the limit of {max_bytes}")
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)

@@ -10,7 +10,6 @@ from starlette.types import Receive, Scope, Send
 
 from tokenmill_server.errors import ErrorReply, describe
 from tokenmill_server.http_server import direct_sink
-from tokenmill_server.multimodal.failures import tell
 from tokenmill_server.processing.sse import EventBuffer
 from tokenmill_server.routes.keep_alive import KeepAlive
 
@@ -27,18 +26,27 @@ class ClientGoneError(Exception):
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects (then ClientGoneError is raised)."""
-    task = asyncio.ensure_future(work)
+    caller = asyncio.current_task()
+    assert caller is not None
+    is_over = is_gone = False
+
+    def leave(watcher: "asyncio.Future[None]") -> None:
+        nonlocal is_gone
+        if not is_over and not watcher.cancelled():
+            is_gone = True
+            caller.cancel()
+
     watcher = asyncio.ensure_future(_disconnect(request.receive))
+    watcher.add_done_callback(leave)
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.add_done_callback(tell)
-            raise ClientGoneError
-        return task.result()
+        return await work
+    except BaseException:
+        if not is_gone or caller.uncancel():  # else it is we who cancelled it, and nobody waits for what failed
+            raise
+        raise ClientGoneError from None
     finally:
+        is_over = True
         watcher.cancel()
-        task.cancel()
-        del task  # its failure refers to this function, and to the body of the request: none of them is to live on
 
 
 def error_response(reply: ErrorReply) -> Response:

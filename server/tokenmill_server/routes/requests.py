@@ -206,7 +206,11 @@ def _deadline(request: Request, arrival_time: float) -> float | None:
 def _integer_header(request: Request, name: str) -> int | None:
     """The value of a header; it may be there twice, with the same one."""
     numbers = set()
-    for text in request.headers.getlist(name):
+    wanted = name.lower().encode()
+    for key, value in request.scope["headers"]:
+        if key != wanted:
+            continue
+        text = value.decode("latin-1")
         if _INTEGER.fullmatch(text) is None:
             raise InvalidRequestError(f"the header {name} must be an integer, got {text[:100]!r}", name)
         numbers.add(int(text))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from tests.support.exposition import samples
 from tokenmill_engine.messages import EngineLoad, FinishReason
@@ -130,7 +130,8 @@ def test_many_observations_at_once_equal_single_ones(repeats: int) -> None:
     buckets = (0.1, 0.5, 1.0)
     values = [0.0, 0.1, 0.100001, 0.5, 0.7, 1.0, 3.0, 3.0] * repeats
     registries = CollectorRegistry(), CollectorRegistry()
-    many, single = (BatchHistogram("h", "help", registry=registry, buckets=buckets) for registry in registries)
+    many = BatchHistogram("h", "help", registry=registries[0], buckets=buckets)
+    single = Histogram("h", "help", registry=registries[1], buckets=buckets)
     many.observe_many(values)
     many.observe_many([])
     for value in values:
@@ -142,6 +143,17 @@ def test_many_observations_at_once_equal_single_ones(repeats: int) -> None:
     assert first["h_count"] == len(values)
     many.observe_many(np.array([0.2]))
     assert scrape(registries[0])["h_count"] == len(values) + 1
+
+
+def test_an_observation_is_that_of_the_library() -> None:
+    registries = CollectorRegistry(), CollectorRegistry()
+    ours = BatchHistogram("h", "help", registry=registries[0], buckets=(0.1, 1.0))
+    theirs = Histogram("h", "help", registry=registries[1], buckets=(0.1, 1.0))
+    for value in (0.0, 0.1, 0.2, 1.0, 1.5, float("inf")):
+        ours.observe(value)
+        theirs.observe(value)
+        first, second = ({k: v for k, v in scrape(each).items() if "created" not in k} for each in registries)
+        assert first == second
 
 
 def test_token_buckets_are_a_1_2_5_series_up_to_the_limit() -> None:

@@ -71,3 +71,61 @@ def test_a_body_is_gone_with_its_client() -> None:
         assert alive() is None
 
     asyncio.run(main())
+
+
+def test_who_is_cancelled_while_the_client_stays_is_cancelled() -> None:
+    async def main() -> None:
+        request = Request({"type": "http"}, stays)
+        task = asyncio.create_task(while_connected(request, answer(Body("text"))))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_who_is_cancelled_as_the_client_leaves_is_cancelled() -> None:
+    async def main() -> None:
+        request = Request({"type": "http"}, leaves)
+        task = asyncio.create_task(while_connected(request, answer(Body("text"))))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_work_that_fails_because_its_client_left_is_a_client_that_left() -> None:
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise InvalidRequestError("closed")
+
+    async def main() -> None:
+        with pytest.raises(ClientGoneError):
+            await while_connected(Request({"type": "http"}, leaves), work())
+        await asyncio.sleep(0.01)  # nothing of it cancels what comes later
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_with_its_answer_does_not_disturb_what_follows() -> None:
+    async def main() -> None:
+        left = asyncio.Event()
+
+        async def leaves_then() -> Message:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def work() -> str:
+            await asyncio.sleep(0.01)
+            left.set()
+            return "done"
+
+        assert await while_connected(Request({"type": "http"}, leaves_then), work()) == "done"
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
