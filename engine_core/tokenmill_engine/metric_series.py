@@ -55,8 +55,9 @@ class CounterSeries:
         self._series = series
 
     def inc(self, amount: float = 1) -> None:
+        """`amount` is not negative; the library would look, and whether the series has all of its labels."""
         for series in self._series:
-            series.inc(amount)
+            series._value.inc(amount)
 
 
 class GaugeSeries:

@@ -15,6 +15,7 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tokenmill_engine.errors import ConfigError, InvalidRequestError
@@ -27,6 +28,7 @@ RESERVED_NAMES = frozenset({"self", "raise_exception", "strftime_now", *jinja2.d
 """What templates find without being given it: no variable may have such a name."""
 
 _TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
+_OF_LOOPS = frozenset({"first", "last", "index", "index0", "length", "nextitem", "previtem", "revindex", "revindex0"})
 _PROBE = "tokenmill-probe"
 _PROBE_LIST = [{"type": "text", "text": _PROBE}]
 
@@ -129,10 +131,15 @@ def text_of_message(message: Message) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Knows what templates ask of loops, which is most of what they ask, without looking it up."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (type(obj) is LoopContext and attr in _OF_LOOPS) or super().is_safe_attribute(obj, attr, value)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -122,3 +122,12 @@ def test_other_content_is_refused(content: object, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         text_of_content(content, "p")
     assert caught.value.param == param
+
+
+def test_loops_say_where_they_are_and_nothing_of_themselves() -> None:
+    template = "{% for message in messages %}{{ loop.index0 }}{{ loop.first }}{{ loop.last }} {% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert ChatTemplate(template).render(messages, False, {}) == "0TrueFalse 1FalseTrue "
+    prying = ChatTemplate("{% for message in messages %}{{ loop._iterable }}{{ loop.__class__.__mro__ }}{% endfor %}")
+    with pytest.raises(InvalidRequestError, match="unsafe"):
+        prying.render(messages, False, {})
