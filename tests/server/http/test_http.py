@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 from typing import Any
 
@@ -73,6 +74,44 @@ def test_every_operation_has_an_id_of_its_own(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     ids = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
     assert len(ids) == len(set(ids)) >= 11
+
+
+def references(value: Any) -> set[str]:
+    """Everything that a document refers to."""
+    if isinstance(value, list):
+        return set().union(*map(references, value))
+    if not isinstance(value, dict):
+        return set()
+    return set().union(*map(references, value.values())) | {value["$ref"] for _ in range("$ref" in value)}
+
+
+def test_the_description_is_whole(client: httpx.Client) -> None:
+    """What it refers to is there, bodies, names in paths and errors included; no keys are wanted of this server."""
+    document = client.get("/openapi.json").json()
+    found = references(document)
+    assert {"#/components/schemas/ChatRequest", "#/components/schemas/Error"} <= found
+    for reference in found:
+        place = document
+        for part in reference.removeprefix("#/").split("/"):
+            place = place[part]
+    paths = document["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            named = [parameter["name"] for parameter in operation.get("parameters", [])]
+            assert named == re.findall(r"{(\w+)}", path)
+            assert {"200", "4XX", "5XX"} <= operation["responses"].keys()
+    assert paths["/v1/chat/completions"]["post"]["responses"]["200"]["content"].keys() == {
+        "application/json",
+        "text/event-stream",
+    }
+    assert "securitySchemes" not in document["components"]
+
+
+def test_a_wrong_method_is_told_all_right_ones(client: httpx.Client) -> None:
+    for path, methods in (("/ping", "GET, HEAD, POST"), ("/v1/models/x", "GET, HEAD"), ("/v1/completions", "POST")):
+        response = client.request("DELETE", path)
+        assert is_error(response, 405, code="method_not_allowed")
+        assert response.headers["allow"] == methods
 
 
 def test_unknown_model(client: httpx.Client) -> None:
@@ -252,6 +291,9 @@ def test_api_keys_guard_everything_but_health() -> None:
         for key in ("Bearer secret", "bearer other key"):
             assert client.get("/v1/models", headers={"Authorization": key}).status_code == 200
         assert client.get("/health").status_code == client.post("/ping").status_code == 200
+        described = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()["paths"]
+        free = {path for path, each in described.items() if not all("security" in one for one in each.values())}
+        assert free == {"/health", "/ping"}
         large = {"prompt": "x" * 2000}
         headers = {"Authorization": "Bearer secret"}
         assert is_error(client.post("/v1/completions", json=large, headers=headers), 413, code="request_too_large")
