@@ -203,6 +203,8 @@ class AddRequest(msgspec.Struct, array_like=True, tag=True, frozen=True):
     cache_salt: str | None = None
     media: tuple[MediaItem, ...] = ()
     """Ascending by offset; none overlaps another."""
+    second_text: int = 0
+    """For a model that reads pairs of texts: where in the prompt the second one begins."""
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=True, frozen=True):

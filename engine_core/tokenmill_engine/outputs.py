@@ -84,6 +84,8 @@ class SlotStart:
     """Every id that may end the request (model's end tokens and the request's own): masked until `min_tokens`."""
     media: tuple[MediaPlace, ...] = ()
     """Images of the prompt, ascending by offset."""
+    second_text: int = 0
+    """As in `AddRequest`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -71,6 +71,8 @@ class Request:
     priority: int = 0
     media: tuple[MediaItem, ...] = ()
     """Images of the prompt, ascending by offset."""
+    second_text: int = 0
+    """As in `AddRequest`."""
     makes_vector: bool = False
     """Nothing is generated: it ends with the step that completes its prompt, and is one vector."""
     queued_time: float = 0.0
@@ -181,6 +183,8 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
             f"the prompt has {num_prompt} tokens; this engine holds {limits.max_model_len} including the output",
             param="prompt",
         )
+    if not 0 <= message.second_text <= num_prompt:
+        raise InvalidRequestError("the second text begins outside of the prompt", param="prompt")
     _check_sampling(sampling, limits.vocab_size)
     _check_vocabulary("prompt", prompt, limits.vocab_size)
     check_media(message.media, prompt, limits.media, limits.max_item_tokens)
@@ -205,6 +209,7 @@ def build_request(message: AddRequest, limits: RequestLimits, seeds: random.Rand
         arrival_time=message.arrival_time,
         priority=message.priority,
         media=message.media,
+        second_text=message.second_text,
         makes_vector=limits.makes_vectors,
     )
 

@@ -4,8 +4,9 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tokenmill_server.llm_vectors import (
     EmbeddingRequestOutput,
     ScoringRequestOutput,
     check_pairs,
+    pair_requests,
     public_embedding,
     public_score,
     vector_requests,
@@ -50,7 +52,7 @@ from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
-from tokenmill_server.processing.vectors import VectorInputs, cosines, make_vector_inputs
+from tokenmill_server.processing.vectors import VectorInputs, cosines, make_vector_inputs, pairs_of, score_of
 
 _BUILT_AT_A_TIME = 16
 """Prompts that are tokenized, and whose media are prepared, at a time."""
@@ -172,11 +174,15 @@ class LLM:
         Raises as `generate`, and InvalidRequestError if the model is there to generate text (`runner="pooling"`).
         """
         vectors = self._vector_inputs()
+        if vectors.pooling.scores_pairs:
+            raise InvalidRequestError(f"{self._name} scores pairs of texts and makes no vectors; use score")
         size = self._configuration.engine.model.architecture.hidden_size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
         unit = vectors.pooling.normalize if normalize is None else normalize
-        outputs = self._pool(items_of(prompts, self._media_parts), truncate_prompt_tokens, use_tqdm=use_tqdm)
+        items = items_of(prompts, self._media_parts)
+        requests = partial(vector_requests, vectors, items, truncate_prompt_tokens)
+        outputs = self._pool(requests, len(items), use_tqdm=use_tqdm)
         return [public_embedding(output, unit, dimensions or size) for output in outputs]
 
     def score(
@@ -187,15 +193,21 @@ class LLM:
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each of `text_2` goes with the only `text_1`, or with that of the same number: the cosine of their
-        vectors. Raises as `embed`."""
+        """How well each of `text_2` goes with the only `text_1`, or with that of the same number: what a model for
+        pairs says of them, which are to be texts then, or else the cosine of their vectors. Raises as `embed`."""
+        vectors = self._vector_inputs()
         first, second = items_of(text_1, self._media_parts), items_of(text_2, self._media_parts)
         check_pairs(first, second)
-        outputs = self._pool([*first, *second], truncate_prompt_tokens, use_tqdm=use_tqdm)
+        if vectors.pooling.scores_pairs:
+            pairs = partial(pair_requests, vectors, pairs_of(first, second), truncate_prompt_tokens)
+            outputs = self._pool(pairs, len(second), use_tqdm=use_tqdm)
+            return [public_score(score_of(output, vectors.pooling.normalize), output) for output in outputs]
+        items = [*first, *second]
+        requests = partial(vector_requests, vectors, items, truncate_prompt_tokens)
+        outputs = self._pool(requests, len(items), use_tqdm=use_tqdm)
         ours, theirs = outputs[: len(first)], outputs[len(first) :]
-        firsts = ours if len(first) == len(second) else ours * len(second)
-        scores = zip(cosines(ours, theirs), firsts, theirs, strict=True)
-        return [public_score(*each) for each in scores]
+        scores = zip(cosines(ours, theirs), pairs_of(ours, theirs), strict=True)
+        return [public_score(score, *pair) for score, pair in scores]
 
     def shutdown(self) -> None:
         """Ends the engine cores. Calls that are still running in other threads fail. May be called twice."""
@@ -237,14 +249,12 @@ class LLM:
         return self._vectors
 
     def _pool(
-        self, items: Sequence[Item], truncate_prompt_tokens: int | None, *, use_tqdm: bool
+        self, prepare: Callable[[], Awaitable[list[GenerationRequest]]], count: int, *, use_tqdm: bool
     ) -> list[generation.RequestOutput]:
-        """Nothing is sent before every text is known to be right."""
-        vectors, first_label = self._vector_inputs(), self._num_requests + 1
-        self._num_requests += len(items)
+        """Nothing is sent before all of the `count` requests are known to be right."""
 
         async def pool() -> list[generation.RequestOutput]:
-            requests = await vector_requests(vectors, items, truncate_prompt_tokens, first_label)
+            requests = await prepare()
 
             async def complete(request: GenerationRequest) -> generation.RequestOutput:
                 output = await self.host.generator.complete(request)
@@ -253,7 +263,7 @@ class LLM:
 
             return await together(complete(request) for request in requests)
 
-        with progress_bar(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+        with progress_bar(total=count, desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             return self.host.run(pool())
 
     async def _generate(

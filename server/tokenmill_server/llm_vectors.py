@@ -48,10 +48,10 @@ class ScoringRequestOutput:
 
 
 async def vector_requests(
-    vectors: VectorInputs, items: Sequence[Item], truncate_prompt_tokens: int | None, first_label: int
+    vectors: VectorInputs, items: Sequence[Item], truncate_prompt_tokens: int | None
 ) -> list[GenerationRequest]:
     """The request of each text. Raises RequestError, saying of which, for one that is wrong."""
-    truncation = None if truncate_prompt_tokens is None else Truncation(truncate_prompt_tokens, "right")
+    truncation = _truncation(truncate_prompt_tokens)
     requests = []
     for index, item in enumerate(items):
         with naming_prompt(index):
@@ -61,8 +61,27 @@ async def vector_requests(
                 (prompt,) = await vectors.encode([item.text], truncation, "prompt")
             else:
                 prompt = vectors.take_token_ids(item.token_ids, truncation, "prompt")
-            requests.append(vectors.build(prompt, label=str(first_label + index)))
+            requests.append(vectors.build(prompt, label=str(index)))
     return requests
+
+
+async def pair_requests(
+    vectors: VectorInputs, pairs: Sequence[tuple[Item, Item]], truncate_prompt_tokens: int | None
+) -> list[GenerationRequest]:
+    """The request of each pair. Raises RequestError, saying of which, for one that is wrong."""
+    truncation = _truncation(truncate_prompt_tokens)
+    requests = []
+    for index, (first, second) in enumerate(pairs):
+        with naming_prompt(index):
+            if first.text is None or second.text is None or first.sources or second.sources:
+                raise InvalidRequestError("this model scores pairs of texts; ids and images are not taken")
+            (prompt,) = await vectors.encode_pairs([(first.text, second.text)], truncation, ("text_1", "text_2"))
+            requests.append(vectors.build(prompt, label=str(index)))
+    return requests
+
+
+def _truncation(max_tokens: int | None) -> Truncation | None:
+    return None if max_tokens is None else Truncation(max_tokens, "right")
 
 
 def public_embedding(output: RequestOutput, normalize: bool, num_dimensions: int) -> EmbeddingRequestOutput:
@@ -74,12 +93,13 @@ def public_embedding(output: RequestOutput, normalize: bool, num_dimensions: int
     )
 
 
-def public_score(score: float, first: RequestOutput, second: RequestOutput) -> ScoringRequestOutput:
+def public_score(score: float, *outputs: RequestOutput) -> ScoringRequestOutput:
+    """`outputs`: of both texts, or of both together."""
     return ScoringRequestOutput(
-        request_id=second.label,
+        request_id=outputs[-1].label,
         outputs=ScoringOutput(score),
-        prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
-        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        prompt_token_ids=[token_id for output in outputs for token_id in output.prompt_token_ids],
+        num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
     )
 
 

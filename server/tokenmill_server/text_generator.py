@@ -381,6 +381,7 @@ def _engine_requests(
             priority=request.priority,
             cache_salt=request.cache_salt,
             media=media if choice is choices[0] else without_sent,
+            second_text=request.second_text,
         )
         for choice in choices
     ]

@@ -42,11 +42,24 @@ def tiny_bert() -> Path:
     return folder
 
 
+def make_cross_encoder(folder: Path, **config: Any) -> Path:
+    """A random BERT that scores pairs of texts, with the tokenizer of MiniLM; `config` has more keys of its
+    configuration. Returns `folder`."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 160}
+    shape = BertConfig(num_labels=1, max_position_embeddings=128, initializer_range=0.2, **sizes, **config)
+    BertForSequenceClassification(shape).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MINILM / name, folder / name)
+    return folder
+
+
 def make_sentence_model(folder: Path, pooling: dict[str, Any], normalize: bool = True, headless: bool = False) -> Path:
     """A tiny Qwen3 with the files that sentence-transformers writes beside a model; returns `folder`.
 
-    Its tokenizer ends texts with a token of its own. `headless`: it was saved without output embeddings, under the names
-    that it has then.
+    Its tokenizer ends texts with a token of its own. `headless`: it was saved without output embeddings, under the
+    names that it has then.
     """
     make_tiny_model(
         folder, "qwen3", tie_word_embeddings=True, **({"architectures": ["Qwen3Model"]} if headless else {})

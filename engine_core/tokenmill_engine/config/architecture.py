@@ -38,6 +38,8 @@ class TextEncoderConfig:
     num_types: int
     """Kinds of tokens: those of a first text and those of a second."""
     activation: Activation
+    scores_pairs: bool = False
+    """There is a head that makes one number of a pair of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class ArchitectureConfig:
         if self.text_encoder is not None:
             layer = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size + 9 * self.hidden_size
             rows = self.vocab_size + self.text_encoder.num_positions + self.text_encoder.num_types + 2
-            return self.num_layers * (layer + self.intermediate_size) + rows * self.hidden_size
+            head = self.hidden_size * (self.hidden_size + 2) + 1 if self.text_encoder.scores_pairs else 0
+            return self.num_layers * (layer + self.intermediate_size) + rows * self.hidden_size + head
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)

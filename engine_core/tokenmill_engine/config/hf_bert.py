@@ -6,7 +6,8 @@ from typing import Any
 from tokenmill_engine.config.architecture import Activation, ArchitectureConfig, RopeConfig, TextEncoderConfig
 from tokenmill_engine.errors import ConfigError
 
-TEXT_ENCODERS = ("BertModel",)
+_CLASSIFIER = "BertForSequenceClassification"
+TEXT_ENCODERS = ("BertModel", _CLASSIFIER)
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -33,6 +34,11 @@ def parse_text_encoder(config: Mapping[str, Any], source: str) -> ArchitectureCo
     ):
         if config.get(key, supported) != supported:
             raise ConfigError(f"{source}: {key} {config[key]!r} is not supported for {name}")
+    num_labels = len(config.get("id2label") or {}) or config.get("num_labels", 2)
+    if name == _CLASSIFIER and num_labels != 1:
+        raise ConfigError(
+            f"{source}: {name} is supported with one label, which scores pairs of texts, not {num_labels}"
+        )
     activation = config.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"{source}: hidden_act {activation!r} is not supported, only {', '.join(_ACTIVATIONS)}")
@@ -62,6 +68,7 @@ def parse_text_encoder(config: Mapping[str, Any], source: str) -> ArchitectureCo
             num_positions=num_positions,
             num_types=_positive(config, "type_vocab_size", source),
             activation=_ACTIVATIONS[activation],
+            scores_pairs=name == _CLASSIFIER,
         ),
     )
 

@@ -28,7 +28,7 @@ from tokenmill_engine.config.hf_folder import (
 )
 from tokenmill_engine.config.hf_media import decoder_json, parse_media
 from tokenmill_engine.config.media import MediaConfig
-from tokenmill_engine.config.pooling import PoolingConfig, read_sentence_model
+from tokenmill_engine.config.pooling import PoolingConfig, default_pooling, read_sentence_model
 from tokenmill_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -219,8 +219,6 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
     max_position, pooling = architecture.max_position_embeddings, None if sentences is None else sentences.pooling
     if sentences is not None and sentences.max_tokens is not None:
         max_position = min(max_position, sentences.max_tokens)
-    if pooling is None and not architecture.has_head:
-        pooling = PoolingConfig("last" if architecture.text_encoder is None else "cls")
     return ModelFiles(
         name=name,
         path=str(folder),
@@ -234,7 +232,7 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
         max_position=max_position,
         generation_defaults=read_generation_defaults(folder),
         media=media,
-        pooling=pooling,
+        pooling=pooling or default_pooling(architecture, config),
     )
 
 

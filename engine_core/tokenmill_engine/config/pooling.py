@@ -2,10 +2,12 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tokenmill_engine.config.architecture import ArchitectureConfig
 from tokenmill_engine.errors import ConfigError
 
 PoolingKind = Literal["last", "mean", "cls"]
@@ -22,7 +24,9 @@ class PoolingConfig:
     kind: PoolingKind
     """What the vector is made of: the last token's final hidden state, the first one's, or the mean of all."""
     normalize: bool = True
-    """Vectors have length 1 unless a request wants something else."""
+    """Vectors have length 1 unless a request wants something else; scores of pairs are between 0 and 1."""
+    scores_pairs: bool = False
+    """Of pairs of texts the model makes one number, and no vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,20 @@ class SentenceModel:
     pooling: PoolingConfig
     max_tokens: int | None = None
     """Longest text that it was made for."""
+
+
+def default_pooling(architecture: ArchitectureConfig, config: Mapping[str, Any]) -> PoolingConfig | None:
+    """Of a model without files of sentence-transformers; None for one that generates text. `config` is its
+    `config.json`, where sentence-transformers says of models for pairs whether a sigmoid follows."""
+    if architecture.has_head:
+        return None
+    if architecture.text_encoder is None:
+        return PoolingConfig("last")
+    told = (config.get("sentence_transformers") or {}).get("activation_fn")
+    told = told or config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    if not architecture.text_encoder.scores_pairs:
+        return PoolingConfig("cls")
+    return PoolingConfig("cls", normalize=not str(told).endswith("Identity"), scores_pairs=True)
 
 
 def read_sentence_model(folder: Path) -> SentenceModel | None:

@@ -1,4 +1,4 @@
-"""BERT (arXiv:1810.04805) without a head: texts in, one hidden state of each token out.
+"""BERT (arXiv:1810.04805): texts in, one hidden state of each token out; and the head that scores pairs of texts.
 
 Plain torch on every device: there is no cache, and a text is read in one step. Tensors are [num_tokens, ...] over all
 texts of a step.
@@ -45,7 +45,11 @@ class BertEncoder:
         self._positions = self._add("embeddings.position_embeddings.weight", encoder.num_positions, hidden)
         self._kinds = self._add("embeddings.token_type_embeddings.weight", encoder.num_types, hidden)
         self._norm = self._add_norm("embeddings.LayerNorm")
+        self._pooler: _Linear | None = None
         self._layers = [self._add_layer(f"encoder.layer.{index}.", inner) for index in range(architecture.num_layers)]
+        if encoder.scores_pairs:
+            self._pooler = self._add_linear("pooler.dense", hidden, hidden)
+            self._classifier = self._add_linear("classifier", 1, hidden)
 
     def targets(self) -> dict[str, Target]:
         """As in `Loadable`."""
@@ -59,7 +63,7 @@ class BertEncoder:
         """As in `Loadable`. Checkpoints of models with a head have a prefix, old ones another spelling of norms."""
         name = name.removeprefix("bert.")
         name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
-        return None if _UNUSED.match(name) else name
+        return None if _UNUSED.match(name) and name not in self._targets else name
 
     def finalize(self, allow_fused: bool = True) -> None:
         """Nothing is packed."""
@@ -71,6 +75,17 @@ class BertEncoder:
         for layer in self._layers:
             hidden = layer(hidden, batch)
         return hidden
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is a score of pairs."""
+        return self._pooler is not None
+
+    def score(self, first: torch.Tensor) -> torch.Tensor:
+        """From the hidden states of first tokens [num_texts, hidden_size] to scores [num_texts, 1]."""
+        if self._pooler is None:
+            raise ValueError(f"{self.architecture.name} scores nothing")
+        return self._classifier(torch.tanh(self._pooler(first)))
 
     def _add(self, name: str, *shape: int) -> torch.Tensor:
         self._targets[name] = tensor = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -250,6 +250,7 @@ class Scheduler:
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
             media=places_of(request.media),
+            second_text=request.second_text,
         )
 
     def _make_plan(

@@ -39,7 +39,7 @@ class TextEncoderRunner:
     def warm_up(self) -> None:
         """Run once: libraries prepare what they need."""
         longest = self._model.architecture.max_position_embeddings
-        self._encode([np.zeros(min(_WARM_UP_TOKENS, longest), np.int32)]).cpu()
+        self._encode([np.zeros(min(_WARM_UP_TOKENS, longest), np.int32)], [0]).cpu()
 
     def launch(self, plan: StepPlan) -> "_PendingVectors":
         """As `Runner`."""
@@ -48,8 +48,9 @@ class TextEncoderRunner:
     def execute(self, plan: StepPlan) -> "_PendingVectors":
         """Enqueue one step."""
         started = time.perf_counter()
-        texts = {start.slot: start.token_ids for start in plan.starts}
-        vectors = self._encode([texts[slot] for slot in plan.slots.tolist()])
+        started_in = {start.slot: start for start in plan.starts}
+        rows = [started_in[slot] for slot in plan.slots.tolist()]
+        vectors = self._encode([row.token_ids for row in rows], [row.second_text for row in rows])
         if not vectors.is_cuda:
             return _PendingVectors(plan, vectors, started, None)
         host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True).copy_(vectors, non_blocking=True)
@@ -58,10 +59,12 @@ class TextEncoderRunner:
         return _PendingVectors(plan, host, started, done.synchronize)
 
     @torch.inference_mode()
-    def _encode(self, texts: Sequence[NDArray[np.int32]]) -> torch.Tensor:
-        """float32 [num_texts, hidden_size]"""
-        batch = make_batch(texts, [len(text) for text in texts], self._model.device)
-        return self._pool(self._model.forward(batch), batch)
+    def _encode(self, texts: Sequence[NDArray[np.int32]], seconds: Sequence[int]) -> torch.Tensor:
+        """float32 [num_texts, hidden_size], or the scores [num_texts, 1]. `seconds`: as in `AddRequest`."""
+        begins = [second or len(text) for text, second in zip(texts, seconds, strict=True)]
+        batch = make_batch(texts, begins, self._model.device)
+        hidden = self._model.forward(batch)
+        return self._model.score(hidden[batch.firsts]).float() if self._model.has_head else self._pool(hidden, batch)
 
 
 class _PendingVectors:

@@ -3,7 +3,7 @@
 from tokenmill_server.flags.flag import Flag, Group
 from tokenmill_server.flags.parsers import one_of
 
-EMBEDDING_TASKS = ("embed", "embedding")
+POOLING_TASKS = ("embed", "embedding", "score")
 
 POOLING = (
     Flag(
@@ -29,9 +29,9 @@ POOLING = (
     Flag(
         "task",
         Group.MODEL,
-        one_of("auto", "generate", *EMBEDDING_TASKS),
+        one_of("auto", "generate", *POOLING_TASKS),
         "auto",
-        "The old name of --runner: generate, embed, or auto",
+        "The old name of --runner: generate, embed, score, or auto",
         "model.pooling",
         metavar="TASK",
     ),

@@ -8,7 +8,7 @@ from tokenmill_engine.config.model_files import ModelFiles
 from tokenmill_engine.config.parallel import ParallelConfig
 from tokenmill_engine.config.pooling import PoolingConfig
 from tokenmill_engine.errors import ConfigError
-from tokenmill_server.flags.pooling import EMBEDDING_TASKS
+from tokenmill_server.flags.pooling import POOLING_TASKS
 from tokenmill_server.flags.values import FlagValues
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def resolve_pooling(values: FlagValues, files: ModelFiles) -> PoolingConfig | No
     if values["runner"] != "auto":
         asked["runner"] = values["runner"] == "pooling"
     if values["task"] != "auto":
-        asked["task"] = values["task"] in EMBEDDING_TASKS
+        asked["task"] = values["task"] in POOLING_TASKS
     if values["convert"] == "embed":
         asked["convert"] = True
     if len(set(asked.values())) > 1:

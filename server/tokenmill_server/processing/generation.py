@@ -28,6 +28,8 @@ class GenerationRequest:
     media: tuple[MediaItem, ...] = ()
     """Images, and where they stand in the prompt; without tensors if there is a supply."""
     media_supply: MediaSupply | None = None
+    second_text: int = 0
+    """As in `AddRequest`."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,8 @@ class Prompt:
     media: tuple[MediaItem, ...] = ()
     """Ascending by offset; without tensors if there is a supply."""
     media_supply: MediaSupply | None = None
+    second_text: int = 0
+    """As in `AddRequest`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -71,6 +71,18 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], int]:
+        """Ids of two texts in a row, and where the second begins. Of more than `max_tokens` the longer text loses its
+        end, or both. Special tokens stay, so that there may be a few more."""
+        parts = [self._backend.encode(text, add_special_tokens=False) for text in (first, second)]
+        if max_tokens is not None:
+            room = max(0, max_tokens - self._backend.num_special_tokens_to_add(is_pair=True))
+            shorter, longer = sorted(parts, key=len)
+            shorter.truncate(min(len(shorter), room // 2))
+            longer.truncate(room - len(shorter))
+        pair = self._backend.post_process(parts[0], parts[1])
+        return pair.ids, next((index for index, kind in enumerate(pair.type_ids) if kind), len(pair.ids))
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

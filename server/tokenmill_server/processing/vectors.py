@@ -1,7 +1,10 @@
 """Texts that become vectors: what an engine takes of them, and what becomes of what it gives. Knows no HTTP."""
 
+import asyncio
+import math
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +17,10 @@ from tokenmill_server.processing.input_processor import InputProcessor, Prompt, 
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 Vector = NDArray[np.float32]
+T = TypeVar("T")
 
+_MAX_INLINE_CHARS = 4096
+"""Longer pairs are tokenized in a thread."""
 _NOTHING_SAMPLED = SamplingParams(max_tokens=0, temperature=0.0)
 
 
@@ -39,6 +45,25 @@ class VectorInputs:
             Prompt(self._cut(token_ids, truncation, before, behind), text, param)
             for text, token_ids in zip(texts, batch, strict=True)
         ]
+
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], truncation: Truncation | None, params: tuple[str, str]
+    ) -> list[Prompt]:
+        """Tokenizes pairs of texts, each pair as one prompt; what is cut off is the end of the longer text, or of both.
+        `params`: the fields that have the first texts and the second ones."""
+        inputs, limit = self._inputs, None
+        if truncation is None:
+            for texts, param in zip(zip(*pairs, strict=True), params, strict=True):
+                inputs.check_text_length(max(map(len, texts)), inputs.max_model_len, param)
+        else:
+            limit = len(inputs.truncated(range(inputs.max_model_len), truncation))
+
+        def encode() -> list[Prompt]:
+            encoded = [inputs.tokenizer.encode_pair(first, second, limit) for first, second in pairs]
+            return [Prompt(token_ids, param=params[1], second_text=begin) for token_ids, begin in encoded]
+
+        is_short = sum(len(first) + len(second) for first, second in pairs) <= _MAX_INLINE_CHARS
+        return encode() if is_short else await asyncio.to_thread(encode)
 
     def take_token_ids(self, token_ids: Sequence[int], truncation: Truncation | None, param: str) -> Prompt:
         """A prompt of ids. Raises InvalidRequestError as `InputProcessor.take_token_ids`."""
@@ -66,6 +91,7 @@ class VectorInputs:
             prompt=prompt.text,
             priority=priority,
             deadline=deadline,
+            second_text=prompt.second_text,
         )
 
     def _cut(self, token_ids: Sequence[int], truncation: Truncation, before: int, behind: int) -> Sequence[int]:
@@ -103,8 +129,20 @@ def embedding_of(output: RequestOutput, normalize: bool, num_dimensions: int | N
     return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector
 
 
+def pairs_of(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
+    """The only `first`, or that of the same number, with each of `second`."""
+    firsts = first if len(first) == len(second) else [first[0]] * len(second)
+    return list(zip(firsts, second, strict=True))
+
+
+def score_of(output: RequestOutput, squash: bool) -> float:
+    """What a model for pairs made of one, by a sigmoid between 0 and 1 if it is to be."""
+    value = float(vector_of(output)[0])
+    return 0.5 * (1.0 + math.tanh(0.5 * value)) if squash else value
+
+
 def cosines(first: Sequence[RequestOutput], second: Sequence[RequestOutput]) -> list[float]:
-    """Of the vectors of two prompts: the only `first`, or that of the same number, with each of `second`."""
+    """Of the vectors of two prompts, paired as `pairs_of` does."""
     ours, theirs = (
         np.stack([embedding_of(output, normalize=True) for output in outputs]) for outputs in (first, second)
     )

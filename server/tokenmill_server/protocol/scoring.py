@@ -21,6 +21,8 @@ class ScoreRequest(PoolingFields):
     """Another name of `text_1`."""
     documents: Any = None
     """Another name of `text_2`."""
+    use_activation: bool | None = None
+    """False: scores of models for pairs are as they are, not between 0 and 1."""
 
     def texts(self) -> tuple[list[str], list[str]]:
         """As many of both, or one of the first. Raises InvalidRequestError for anything else."""
@@ -41,6 +43,8 @@ class RerankRequest(PoolingFields):
     """A list of strings, or of objects with a `text`."""
     top_n: Int | None = None
     """How many are wanted; None or 0: all."""
+    use_activation: bool | None = None
+    """As in `ScoreRequest`."""
     return_documents: bool | None = None
     """Whether the answer repeats them, as it does by default."""
 

@@ -3,6 +3,7 @@
 from fastapi import Request
 from starlette.responses import Response
 
+from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.processing.input_processor import Prompt
 from tokenmill_server.processing.vectors import VectorInputs, embedding_of
 from tokenmill_server.protocol.embeddings import EmbeddingRequest, embedding_reply
@@ -18,6 +19,12 @@ async def create_embeddings(request: Request) -> Response:
     call, body, fields = await begin_call(request, EmbeddingRequest, makes_vectors=True)
     note_ignored(call.context, call.headers, ignored_fields(body, EmbeddingRequest.model_fields))
     vectors = vectors_of(call.context)
+    if vectors.pooling.scores_pairs:
+        raise InvalidRequestError(
+            f"{call.context.model_name} scores pairs of texts and makes no vectors; use /v1/score or /v1/rerank",
+            "model",
+            "unsupported_model",
+        )
     num_dimensions = fields.num_dimensions(call.context.engine_config.model.architecture.hidden_size)
     normalize = fields.wants_unit_length(vectors.pooling.normalize)
     outputs = await run_prompts(call, await _prompts(vectors, fields))

@@ -6,9 +6,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from tokenmill_server.processing.generation import RequestOutput
-from tokenmill_server.processing.vectors import cosines
+from tokenmill_server.processing.vectors import cosines, pairs_of, score_of
 from tokenmill_server.protocol.fields import ignored_fields
-from tokenmill_server.protocol.pooling import PoolingFields
 from tokenmill_server.protocol.scoring import RerankRequest, ScoreRequest, rerank_reply, score_reply
 from tokenmill_server.routes.bodies import json_reply
 from tokenmill_server.routes.ignored import note_ignored
@@ -37,11 +36,22 @@ async def create_rerank(request: Request) -> Response:
 
 
 async def _score(
-    call: Call, fields: PoolingFields, first: tuple[str, Sequence[str]], second: tuple[str, Sequence[str]]
+    call: Call,
+    fields: ScoreRequest | RerankRequest,
+    first: tuple[str, Sequence[str]],
+    second: tuple[str, Sequence[str]],
 ) -> tuple[list[float], list[RequestOutput]]:
-    """The cosine of the vectors of two texts, for each of the second; both come with the name of their field. And what
-    the engine made of all texts, each of which it has seen once."""
+    """What a model for pairs says of two texts, or else the cosine of their vectors, for each of the second; both come
+    with the name of their field. And what the engine made of all pairs, or of all texts, each of which it has seen
+    once."""
     vectors, truncation = vectors_of(call.context), fields.truncation()
+    if vectors.pooling.scores_pairs:
+        squash = vectors.pooling.normalize if fields.use_activation is None else fields.use_activation
+        prompts = await vectors.encode_pairs(pairs_of(first[1], second[1]), truncation, (first[0], second[0]))
+        outputs = await run_prompts(call, prompts)
+        return [score_of(output, squash) for output in outputs], outputs
+    if fields.use_activation is not None:
+        note_ignored(call.context, call.headers, ["use_activation"])
     prompts = []
     for param, texts in (first, second):
         prompts += await vectors.encode(texts, truncation, param, fields.add_special_tokens is not False)

@@ -97,6 +97,32 @@ def test_a_decoder_without_output_embeddings_makes_vectors(tmp_path: Path) -> No
         configure(tmp_path, "--runner", "generate")
 
 
+@pytest.mark.parametrize(
+    ("told", "squashed"),
+    [
+        ({}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, False),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, False),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, True),
+    ],
+)
+def test_a_model_for_pairs(tmp_path: Path, told: dict[str, Any], squashed: bool) -> None:
+    config = json.loads((MINILM / "config.json").read_text())
+    config |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **told}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text((MINILM / "tokenizer.json").read_text())
+    engine = configure(tmp_path, "--load-format", "dummy", "--task", "score")
+    assert engine.model.pooling == PoolingConfig("cls", normalize=squashed, scores_pairs=True)
+    assert engine.model.architecture.num_parameters == 22_565_376 + 384 * 385 + 385
+
+
+def test_classes_are_not_supported(tmp_path: Path) -> None:
+    config = json.loads((MINILM / "config.json").read_text()) | {"architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="with one label, which scores pairs of texts, not 2"):
+        configure(tmp_path, "--load-format", "dummy")
+
+
 def test_newer_files_name_the_kind(tmp_path: Path) -> None:
     make_sentence_model(tmp_path, {"pooling_mode": "lasttoken"})
     assert configure(tmp_path).model.pooling == PoolingConfig("last")

@@ -172,12 +172,14 @@ SCORES = (
     FieldRow("text_2", ["two", "six"]),
     FieldRow("queries", ["x"], REFUSED, note="beside `text_1`; alone it is the same"),
     FieldRow("documents", ["x"], REFUSED, note="beside `text_2`; alone it is the same"),
+    FieldRow("use_activation", False, LISTED, note="of models for pairs: scores are not brought between 0 and 1"),
 )
 RERANKS = (
     FieldRow("query", "four five"),
     FieldRow("documents", ["six", {"text": "two"}], note="strings, or objects with a `text`"),
     FieldRow("top_n", 1, note="0: all"),
     FieldRow("return_documents", False, note="true by default"),
+    FieldRow("use_activation", False, LISTED, note="as in `/v1/score`"),
 )
 FIELDS: dict[str, tuple[FieldRow, ...]] = {
     "/v1/chat/completions": BOTH + CHAT,
