@@ -263,15 +263,23 @@ def main() -> None:
                 for side in sides:
                     log = Log(Path(folder) / f"{side.name}.log")
                     rounds[side.name].append(measure_round(side, options.model, loads, options.seed + number, log))
+                if options.output is not None:
+                    _save(options.output, rounds)
         except (SideError, ConfigError) as error:
             raise SystemExit(str(error)) from None
-    rows = summary(rounds)
-    if options.output is not None:
-        date = datetime.now().isoformat(timespec="seconds")
-        command = shlex.join(["python", "-m", "benchmarks.frontend_peer", *sys.argv[1:]])
-        result = {"date": date, "command": command, "load_average": os.getloadavg(), "rows": rows, "rounds": rounds}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    sys.stdout.write(table(rows))
+    sys.stdout.write(table(summary(rounds)))
+
+
+def _save(path: Path, rounds: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]]) -> None:
+    """Every figure of the rounds that are over."""
+    result = {
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.frontend_peer", *sys.argv[1:]]),
+        "load_average": os.getloadavg(),
+        "rows": summary(rounds),
+        "rounds": rounds,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _options() -> argparse.Namespace:
