@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import socket
+import subprocess
 import threading
 import time
 from typing import Never
@@ -17,6 +18,8 @@ from tokenmill_engine.structured_output.grammar import GrammarError, NotExpressi
 _MODULE = "tokenmill_engine.structured_output.compiler_process"
 _PATIENCE_S = 60.0
 """For an answer, or the end of who was to give it, which the kernel sees to."""
+_END_S = 1.0
+"""For the end of a process that ends."""
 
 
 class GrammarCompiler:
@@ -63,6 +66,7 @@ class GrammarCompiler:
                 data = b""
         if len(data) <= len(BEGUN):
             if not data or not self.is_alive:
+                self._wait_for_end()
                 raise NotBegunError("the process that compiles grammars has ended; the request may be sent again")
             if time.monotonic() - began < question.limit_s:
                 raise GrammarError("it takes too much memory to prepare, or its library fails on it")
@@ -80,10 +84,16 @@ class GrammarCompiler:
         self._child.process.wait()
         self._child.channel.close()
 
+    def _wait_for_end(self) -> None:
+        """It has closed its sockets and is about to be seen as ended: who asks next is to know, and start another."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.process.wait(_END_S)
+
     def _hand_over(self, job: socket.socket, backend: BackendName) -> None:
         try:
             socket.send_fds(self._jobs, [bytes([BACKENDS.index(backend)])], [job.fileno()])
         except OSError as error:
+            self._wait_for_end()
             raise NotBegunError(
                 f"the process that compiles grammars is gone ({os.strerror(error.errno or 0)}); the request may be "
                 "sent again"
