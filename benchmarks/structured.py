@@ -50,7 +50,7 @@ def fields_by_kind(output_len: int) -> dict[str, dict[str, Any]]:
 
 
 def measure(model: Model, flags: Sequence[str], load: Load, num_rounds: int, limit_s: float) -> Rounds:
-    """Rounds of each kind on one server.
+    """Rounds of each kind on one server; later ones are left out if they would not fit into `limit_s`.
 
     Raises: SideError, also if some request came to fewer tokens than it should.
     """
@@ -67,13 +67,18 @@ def measure(model: Model, flags: Sequence[str], load: Load, num_rounds: int, lim
         tempfile.TemporaryDirectory(prefix="tokenmill-structured-") as folder,
         started_server(Program(command, os.environ), Log(Path(folder) / "log"), loads[_FREE]),
     ):
+        longest_s = 0.0
         for number in range(num_rounds):
+            if longest_s > deadline.left_s():
+                break
+            began_s = deadline.left_s()
             for index, (kind, server) in enumerate(loads.items()):
                 before_s = _cpu_s()
                 figures = server.measure(load, seed=1 + number * len(loads) + index)
                 if figures["total_output_tokens"] != load.num_prompts * load.output_len:
                     raise LoadError(f"{kind}: only {figures['total_output_tokens']} tokens came")
                 rounds[kind].append({**figures, "server_cpu_s": _cpu_s() - before_s})
+            longest_s = max(longest_s, began_s - deadline.left_s())
     return rounds
 
 
@@ -120,7 +125,7 @@ def main() -> int:
     except TokenmillError as error:
         sys.stderr.write(f"{parser.prog}: error: {error}\n")
         return 1
-    told = {"load": name, "num_prompts": args.num_prompts, "rounds": args.rounds, "flags": args.flags}
+    told = {"load": name, "num_prompts": args.num_prompts, "rounds": len(rounds[_FREE]), "flags": args.flags}
     sys.stdout.write(json.dumps({**told, **summary(rounds)}, indent=2) + "\n")
     return 0
 
