@@ -62,6 +62,8 @@ def begin_setup(config: EngineConfig) -> threading.Thread:
 
 
 def _set_up(config: EngineConfig) -> None:
+    if config.model.pooling is not None:
+        return  # nothing is generated
     # What goes wrong here goes wrong again when a request needs it, and is told then.
     with contextlib.suppress(TokenmillError):
         backends_of(config.model).of(order_of(config.structured_output.backend, _USUAL)[0])
