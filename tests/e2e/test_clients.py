@@ -4,6 +4,7 @@ What each does is in its file of `tests/clients`, which runs under pytest there,
 must survive them all without an error of its own.
 """
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -34,13 +35,23 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def run(server: Server, *command: str | Path, model: str = EMBEDDED_MODEL_NAME) -> None:
+@contextlib.contextmanager
+def tiny_server(model: Path, *flags: str) -> Iterator[Server]:
+    """A random model, which is quick."""
+    limits = (*TINY_FLAGS, "--max-model-len", "256", "--api-key", API_KEY)
+    with start_server(str(model), *limits, "--served-model-name", "tiny", *flags) as server:
+        server.http.headers["Authorization"] = f"Bearer {API_KEY}"
+        yield server
+
+
+def run(server: Server, *command: str | Path, model: str = EMBEDDED_MODEL_NAME, tokenizer: str = "") -> None:
     """Ends well, and leaves the server well and idle."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {
         "CLIENT_BASE_URL": f"{server.url}/v1",
         "CLIENT_API_KEY": API_KEY,
         "CLIENT_MODEL": model,
+        "CLIENT_TOKENIZER": tokenizer,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # the prices of models that it comes with, not those of the internet
     }
     assert VENV.is_dir(), "the clients are not installed: run `make clients`"
@@ -67,7 +78,11 @@ def test_openai_node(server: Server) -> None:
 
 @pytest.mark.parametrize("runner", ["generate", "pooling"])
 def test_requests_made_from_the_servers_own_description(tiny_model: Path, runner: str) -> None:
-    flags = (*TINY_FLAGS, "--max-model-len", "256", "--api-key", API_KEY, "--runner", runner)
-    with start_server(str(tiny_model), *flags, "--served-model-name", "tiny") as server:
-        server.http.headers["Authorization"] = f"Bearer {API_KEY}"
+    with tiny_server(tiny_model, "--runner", runner) as server:
         run(server, VENV / "bin/python", "-m", "pytest", "-q", "test_schemathesis.py", model="tiny")
+
+
+def test_lm_eval(tiny_model: Path) -> None:
+    command = (VENV / "bin/python", "-m", "pytest", "-q", "test_lm_eval.py")
+    with tiny_server(tiny_model) as server:
+        run(server, *command, model="tiny", tokenizer=str(tiny_model))
