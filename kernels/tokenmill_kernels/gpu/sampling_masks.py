@@ -37,13 +37,14 @@ def allocate_masks(max_rows: int, vocab_size: int, device: torch.device) -> Mask
 
 @triton.jit
 def _masks_kernel(
-    logits_ptr, entries_ptr, bits_ptr, row_stride, vocab_size, num_words, pdl: tl.constexpr, block: tl.constexpr
+    logits_ptr, entries_ptr, bits_ptr, row_stride, vocab_size, num_words, num_entries, pdl: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """`block` words of row program_id(0)."""
+    """`block` words of row program_id(0). Rows past the entries pad the batch of a graph: they have no bits."""
     wait_for_inputs(pdl)
     let_dependents_start(pdl)
     row = tl.program_id(0)
-    entry = tl.load(entries_ptr + row).to(tl.int64)
+    entry = tl.load(entries_ptr + row, mask=row < num_entries, other=-1).to(tl.int64)
     if entry >= 0:
         words = tl.program_id(1) * block + tl.arange(0, block)
         bits = tl.load(bits_ptr + entry * num_words + words, mask=words < num_words, other=0)
@@ -55,10 +56,10 @@ def _masks_kernel(
 
 
 def apply_masks(logits: torch.Tensor, buffers: MaskBuffers) -> None:
-    """Change `logits` float32 [R, V] with contiguous rows in place; row r by entry r of the buffers."""
+    """Change `logits` float32 [R, V] with contiguous rows in place: row r by entry r of the buffers, if any."""
     num_rows, vocab_size = logits.shape
     num_words = buffers.bits.shape[1]
     _masks_kernel[(num_rows, triton.cdiv(num_words, _WORDS))](
-        logits, buffers.entries, buffers.bits, logits.stride(0), vocab_size, num_words, block=_WORDS, num_warps=4,
-        **launch_options(logits.device),
+        logits, buffers.entries, buffers.bits, logits.stride(0), vocab_size, num_words, len(buffers.entries),
+        block=_WORDS, num_warps=4, **launch_options(logits.device),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokenmill_kernels.gpu.sampling_masks import allocate_masks, apply_masks
+from tokenmill_kernels.gpu.sampling_masks import MaskBuffers, allocate_masks, apply_masks
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 2047, 2049, 5003])
@@ -19,5 +19,16 @@ def test_only_what_the_bits_allow_is_left(vocab_size: int) -> None:
         if entry >= 0:
             bits = (buffers.bits[entry][:, None] >> torch.arange(32)) & 1
             expected[row, bits.view(-1)[:vocab_size] == 0] = float("-inf")
+    apply_masks(logits, buffers)
+    assert torch.equal(logits, expected)
+
+
+def test_rows_past_the_entries_stay_as_they_are() -> None:
+    """A graph may have more rows than a step can have requests. What lies behind the entries is not theirs."""
+    memory = torch.tensor([0, -1, 1, 1, 1], dtype=torch.int32)
+    buffers = MaskBuffers(entries=memory[:2], bits=torch.zeros((2, 1), dtype=torch.int32))
+    logits = torch.randn(5, 20)
+    expected = logits.clone()
+    expected[0] = float("-inf")
     apply_masks(logits, buffers)
     assert torch.equal(logits, expected)
