@@ -62,8 +62,8 @@ def begin_setup(config: EngineConfig) -> threading.Thread:
 
 
 def _set_up(config: EngineConfig) -> None:
-    if config.model.pooling is not None:
-        return  # nothing is generated
+    if config.model.pooling is not None or not config.model.eos_token_ids:
+        return  # Nothing is generated, or nothing that could end: grammars are refused.
     # What goes wrong here goes wrong again when a request needs it, and is told then.
     with contextlib.suppress(TokenmillError):
         backends_of(config.model).of(order_of(config.structured_output.backend, _USUAL)[0])

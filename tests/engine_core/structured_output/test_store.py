@@ -199,3 +199,10 @@ def test_the_cache_is_bounded(waiting: Waiting, monkeypatch: pytest.MonkeyPatch)
     third = spec("choice", ["e", "f"])
     waiting.compile(third)
     assert [waiting.store.find(each) is not None for each in (first, second, third)] == [False, False, True]
+
+
+def test_nothing_is_set_up_for_a_model_that_names_no_end() -> None:
+    """Its outputs cannot be structured. What a thread raises fails the test."""
+    config = smollm_config()
+    endless = dataclasses.replace(config, model=dataclasses.replace(config.model, eos_token_ids=()))
+    backends.begin_setup(endless).join(PATIENCE_S)
