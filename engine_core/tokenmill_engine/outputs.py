@@ -204,6 +204,7 @@ class MissingImages:
     """As in `StepResult.lost_entries`."""
 
 
+NO_TOKEN_LEFT = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
 MISSING_IMAGE = "an image of this request could not be encoded"
 
 

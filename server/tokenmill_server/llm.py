@@ -143,6 +143,7 @@ class LLM:
         """Answers one conversation or several; otherwise like `generate`. `max_tokens` None means: as many as fit. How
         images and videos are read and prepared may be said as by the flags of these names. `tools` are shown to the
         model; calls of them are in the text."""
+        self._check_generates()
         options = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -238,10 +239,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Nothing is sent before every request is known to be right, but for what its images and videos are: these are
         read while others generate."""
-        if self._vectors is not None:
-            raise InvalidRequestError(f"{self._name} makes vectors and generates no text here; use embed or score")
+        self._check_generates()
         with progress_bar(total=len(items), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             return self.host.run(self._generate(items, sampling, priorities, bar))
+
+    def _check_generates(self) -> None:
+        if self._vectors is not None:
+            raise InvalidRequestError(f"{self._name} makes vectors and generates no text here; use embed or score")
 
     def _vector_inputs(self) -> VectorInputs:
         if self._vectors is None:

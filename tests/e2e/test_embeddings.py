@@ -209,6 +209,8 @@ def test_the_same_from_python(expected: Vectors) -> None:
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-3)
         with pytest.raises(InvalidRequestError, match="use embed or score"):
             llm.generate(["x"])
+        with pytest.raises(InvalidRequestError, match="use embed or score"):
+            llm.chat([{"role": "user", "content": "x"}])
         with pytest.raises(InvalidRequestError, match="dimensions"):
             llm.embed(["x"], dimensions=0)
         with pytest.raises(InvalidRequestError, match="no pairs"):

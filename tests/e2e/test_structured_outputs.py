@@ -170,6 +170,16 @@ def test_what_makes_no_sense_is_refused(client: httpx.Client, wanted: dict[str, 
     assert texts(client, structured_outputs={"choice": ["fine"]}) == ["fine"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("allowed_token_ids", [5]), ("bad_words", ["zebra", "z", "ze", "zeb", "zebr"])]
+)
+def test_what_excludes_all_that_a_grammar_allows_is_to_blame(
+    client: httpx.Client, field: str, value: list[Any]
+) -> None:
+    body = {"messages": MESSAGES, "structured_outputs": {"choice": ["zebra"]}, field: value}
+    assert check_error(client.post("/v1/chat/completions", json=body), 400)["param"] == field
+
+
 def hostile(depth: int) -> dict[str, Any]:
     """Half of the alternatives at each level are open until the end."""
     schema: dict[str, Any] = {"type": "string"}

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.ipc.ids import CLIENT_SHIFT
 from tokenmill_engine.messages import EngineLoad, Finish, PooledVector, StepOutput, TokenLogprobs
-from tokenmill_engine.outputs import LogprobRows
+from tokenmill_engine.outputs import NO_TOKEN_LEFT, LogprobRows
+from tokenmill_engine.request import Request
 from tokenmill_engine.scheduler.outcome import StepOutcome
+from tokenmill_engine.scheduler.stopping import Stop
 
 T = TypeVar("T")
 
@@ -53,7 +55,7 @@ def _pack_entries(
         token_ids=token_ids.tobytes(),
         load=load,
         finishes=[
-            Finish(index, stop.reason, stop.token_id, stop.message, request.num_preemptions)
+            Finish(index, stop.reason, stop.token_id, stop.message, request.num_preemptions, _blamed(request, stop))
             for index, (request, stop) in _select(entries, outcome.finished)
         ],
         logprobs=[_pack_logprobs(index, rows) for index, rows in _select(entries, outcome.logprobs)],
@@ -66,6 +68,16 @@ def _pack_entries(
             PooledVector(index, vector.astype("<f4").tobytes()) for index, vector in _select(entries, outcome.vectors)
         ],
     )
+
+
+def _blamed(request: Request, stop: Stop) -> str | None:
+    """The field that excluded all that a grammar allowed. The others are known to leave something by themselves."""
+    sampling = request.sampling
+    if stop.message != NO_TOKEN_LEFT or sampling.structured is None:
+        return None
+    if sampling.allowed_token_ids is not None:
+        return "allowed_token_ids"
+    return "bad_words" if sampling.bad_words_token_ids else None
 
 
 def _select(entries: NDArray[np.intp], by_entry: dict[int, T]) -> list[tuple[int, T]]:

@@ -7,13 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenmill_engine.outputs import LogprobRows, StepPlan, StepResult, without_images
+from tokenmill_engine.outputs import NO_TOKEN_LEFT, LogprobRows, StepPlan, StepResult, without_images
 from tokenmill_engine.sampling.logprobs import Logprobs
 from tokenmill_engine.sampling.tokens import INVALID_TOKEN
 from tokenmill_engine.worker.inputs import StepRows
 from tokenmill_engine.worker.pooling import with_vectors
-
-_INVALID_MESSAGE = "the model gave no usable probabilities for a token (not a number, or every token excluded)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class PendingResult:
         failed = [row for row, scores in prompt_logprobs.items() if np.isnan(scores.logprobs[:, 0]).any()]
         if len(self._sample_rows) != int(num_new.sum()):
             failed += self._sample_rows[num_new[self._sample_rows] == 0].tolist()
-        errors = dict.fromkeys(failed, _INVALID_MESSAGE)
+        errors = dict.fromkeys(failed, NO_TOKEN_LEFT)
         for row in errors:
             num_new[row] = 0
             logprobs.pop(row, None)

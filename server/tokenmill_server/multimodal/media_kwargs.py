@@ -42,6 +42,8 @@ def processor_kwargs(value: object) -> ProcessorKwargs:
         raise ValueError("fps and num_frames exclude each other")
     if said.get("do_sample_frames") is False and (said.get("fps") or said.get("num_frames")):
         raise ValueError("do_sample_frames is false, but fps or num_frames say how to sample")
+    if said.get("max_pixels", math.inf) < said.get("min_pixels", 0):
+        raise ValueError(f"min_pixels {said['min_pixels']} is more than max_pixels {said['max_pixels']}")
     return ProcessorKwargs(**said)
 
 

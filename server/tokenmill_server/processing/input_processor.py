@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -15,6 +15,7 @@ from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import ContextLengthError, InvalidRequestError
 from tokenmill_engine.messages import MediaItem, SamplingParams
 from tokenmill_server.processing.chat_template import ChatTemplate, Message, text_of_message
+from tokenmill_server.processing.excerpts import Side, excerpt, may_be_cut
 from tokenmill_server.processing.fill_in_middle import find_fill_in_middle
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.media_supply import MediaSupply
@@ -26,8 +27,6 @@ from tokenmill_server.processing.sampling_checks import (
 )
 from tokenmill_server.processing.structured import spec_of
 from tokenmill_server.processing.tokenizer import Tokenizer
-
-TruncationSide = Literal["left", "right"]
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below mean greedy decoding."""
@@ -59,7 +58,7 @@ class Truncation:
     """`max_tokens` of the prompt are kept (-1: as many as the model takes): with `left` the last ones."""
 
     max_tokens: int
-    side: TruncationSide = "left"
+    side: Side = "left"
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,14 +111,32 @@ class InputProcessor:
         param: str = "prompt",
     ) -> list[Prompt]:
         """Like `encode_text` for each text."""
-        longest = max(map(len, texts))
         if truncation is None:
-            self.check_text_length(longest, self.max_model_len, param)
-        batch = await self.tokenizer.encode_many(texts, add_special_tokens)
+            self.check_text_length(max(map(len, texts)), self.max_model_len, param)
+        batch = await self.tokenizer.encode_many(await self.excerpts(texts, truncation, param), add_special_tokens)
         return [
             Prompt(self.truncated(token_ids, truncation), text, param)
             for text, token_ids in zip(texts, batch, strict=True)
         ]
+
+    async def excerpts(self, texts: Sequence[str], truncation: Truncation | None, param: str) -> Sequence[str]:
+        """What of each text is to be tokenized: a part, if the rest is cut off anyway.
+
+        Raises ContextLengthError for a part without truncation, which is more than the model takes.
+        """
+        limit = len(self.truncated(range(self.max_model_len), truncation))
+        side: Side = "right" if truncation is None else truncation.side
+        if not any(may_be_cut(text, limit) for text in texts):
+            return texts
+        parts = await asyncio.to_thread(lambda: [excerpt(self.tokenizer, text, limit, side) for text in texts])
+        if truncation is None:
+            for text, part in zip(texts, parts, strict=True):
+                if len(part) < len(text):
+                    raise ContextLengthError(
+                        f"the text has {len(text)} characters; its first {len(part)} are more than {limit} tokens",
+                        param,
+                    )
+        return parts
 
     def take_token_ids(
         self, token_ids: Sequence[int], truncation: Truncation | None = None, param: str = "prompt"

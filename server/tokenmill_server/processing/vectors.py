@@ -39,7 +39,8 @@ class VectorInputs:
         inputs = self._inputs
         if truncation is None:
             return await inputs.encode_texts(texts, add_special_tokens, None, param)
-        batch = await inputs.tokenizer.encode_many(texts, add_special_tokens)
+        parts = await inputs.excerpts(texts, truncation, param)
+        batch = await inputs.tokenizer.encode_many(parts, add_special_tokens)
         before, behind = self._frame if add_special_tokens else (0, 0)
         return [
             Prompt(self._cut(token_ids, truncation, before, behind), text, param)
@@ -51,12 +52,16 @@ class VectorInputs:
     ) -> list[Prompt]:
         """Tokenizes pairs of texts, each pair as one prompt; what is cut off is the end of the longer text, or of both.
         `params`: the fields that have the first texts and the second ones."""
-        inputs, limit = self._inputs, None
-        if truncation is None:
-            for texts, param in zip(zip(*pairs, strict=True), params, strict=True):
-                inputs.check_text_length(max(map(len, texts)), inputs.max_model_len, param)
-        else:
+        inputs, limit, ends = self._inputs, None, None
+        if truncation is not None:
             limit = len(inputs.truncated(range(inputs.max_model_len), truncation))
+            ends = Truncation(truncation.max_tokens, "right")
+        parts = []
+        for texts, param in zip(zip(*pairs, strict=True), params, strict=True):
+            if truncation is None:
+                inputs.check_text_length(max(map(len, texts)), inputs.max_model_len, param)
+            parts.append(await inputs.excerpts(texts, ends, param))
+        pairs = list(zip(*parts, strict=True))
 
         def encode() -> list[Prompt]:
             encoded = [inputs.tokenizer.encode_pair(first, second, limit) for first, second in pairs]

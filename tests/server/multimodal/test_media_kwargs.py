@@ -69,6 +69,8 @@ def test_what_processors_are_told() -> None:
         ({"fps": -1}, "fps must be"),
         ({"do_sample_frames": 1}, "do_sample_frames is true or false"),
         ({"fps": 1, "num_frames": 2}, "exclude each other"),
+        ({"min_pixels": 9000, "max_pixels": 1000}, "min_pixels 9000 is more than max_pixels 1000"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 8}}, "more than max_pixels 8"),
         ({"fps": 1, "do_sample_frames": False}, "do_sample_frames is false, but"),
         ({"num_crops": 4}, "'num_crops' is not known; known are size, min_pixels"),
     ],
