@@ -33,7 +33,7 @@ from tokenmill_engine.models.loader import build_model
 from tokenmill_engine.outputs import StepMedia, StepPlan
 from tokenmill_engine.sampling import sampler
 from tokenmill_engine.sampling.device import DeviceSampler
-from tokenmill_engine.worker import results
+from tokenmill_engine.worker import model_runner, results
 from tokenmill_engine.worker.cuda_inputs import CudaInputs
 from tokenmill_engine.worker.cuda_media import media_of
 from tokenmill_engine.worker.cuda_rehearsal import CudaRehearsal
@@ -72,7 +72,7 @@ def pretend_to_have_a_gpu() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"
     torch.cuda.synchronize = lambda device=None: None
-    results._to_host = lambda tensor: tensor
+    results.to_host = model_runner.to_host = lambda tensor: tensor
     triton.runtime.driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
