@@ -245,7 +245,7 @@ class EngineCore:
             num_tokens=np.zeros(1, dtype="<i4").tobytes(),
             token_ids=b"",
             load=self._reporter.load_for(client, self._load()),
-            finishes=[Finish(0, FinishReason.ERROR, None, error.message, 0, param, retry_after_s)],
+            finishes=[Finish(0, FinishReason.ERROR, message=error.message, param=param, retry_after_s=retry_after_s)],
         )
         self._outbox.append((client, output))
 

@@ -143,7 +143,7 @@ class StepPlan:
     media: StepMedia | None = None
     """None: no row has a placeholder."""
     masks: TokenMasks | None = None
-    """None: every row may sample every token."""
+    """None: every row may sample every token, unless they follow."""
     masks_follow: bool = False
     """Masks depend on tokens of steps in flight: they come once the step is under way, before the next plan."""
 

@@ -102,8 +102,7 @@ class VectorInputs:
     def _cut(self, token_ids: Sequence[int], truncation: Truncation, before: int, behind: int) -> Sequence[int]:
         """`before` and `behind`: how many tokens at its ends are no text."""
         end = len(token_ids) - behind
-        inner = Truncation(truncation.max_tokens, truncation.side)
-        kept = len(self._inputs.truncated(token_ids, inner))
+        kept = len(self._inputs.truncated(token_ids, truncation))
         if kept == len(token_ids):
             return token_ids
         if kept <= before + behind:
