@@ -16,6 +16,7 @@ from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
 from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
 from tokenmill_engine.vocabulary.token_bytes import build_token_bytes, keeps_all_text
 from tokenmill_server.processing.fast_encoder import make_fast_encoder
+from tokenmill_server.processing.text_pairs import PairFrame, frame_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +72,9 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], int]:
-        """Ids of two texts in a row, and where the second begins. Of more than `max_tokens` the longer text loses its
-        end, or both. Special tokens stay, so that there may be a few more."""
-        parts = [self._backend.encode(text, add_special_tokens=False) for text in (first, second)]
-        if max_tokens is not None:
-            room = max(0, max_tokens - self._backend.num_special_tokens_to_add(is_pair=True))
-            shorter, longer = sorted(parts, key=len)
-            shorter.truncate(min(len(shorter), room // 2))
-            longer.truncate(room - len(shorter))
-        pair = self._backend.post_process(parts[0], parts[1])
-        return pair.ids, next((index for index, kind in enumerate(pair.type_ids) if kind), len(pair.ids))
+    def pair_frame(self) -> PairFrame:
+        """What is put around two texts in one prompt. Raises ConfigError as `frame_of`."""
+        return frame_of(self._backend.encode("a", "b"))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""

@@ -1,6 +1,5 @@
 """Texts that become vectors: what an engine takes of them, and what becomes of what it gives. Knows no HTTP."""
 
-import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -14,13 +13,12 @@ from tokenmill_engine.errors import EngineError, InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
 from tokenmill_server.processing.input_processor import InputProcessor, Prompt, Truncation
+from tokenmill_server.processing.text_pairs import cut_pair
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 Vector = NDArray[np.float32]
 T = TypeVar("T")
 
-_MAX_INLINE_CHARS = 4096
-"""Longer pairs are tokenized in a thread."""
 _NOTHING_SAMPLED = SamplingParams(max_tokens=0, temperature=0.0)
 
 
@@ -31,6 +29,7 @@ class VectorInputs:
         self._inputs = inputs
         self.pooling = pooling
         self._frame = _frame(inputs.tokenizer)
+        self._pair_frame = inputs.tokenizer.pair_frame() if pooling.scores_pairs else None
 
     async def encode(
         self, texts: Sequence[str], truncation: Truncation | None, param: str, add_special_tokens: bool = True
@@ -58,17 +57,29 @@ class VectorInputs:
             ends = Truncation(truncation.max_tokens, "right")
         parts = []
         for texts, param in zip(zip(*pairs, strict=True), params, strict=True):
+            distinct = list(dict.fromkeys(texts))  # a query comes with each of its documents
             if truncation is None:
-                inputs.check_text_length(max(map(len, texts)), inputs.max_model_len, param)
-            parts.append(await inputs.excerpts(texts, ends, param))
-        pairs = list(zip(*parts, strict=True))
+                inputs.check_text_length(max(map(len, distinct)), inputs.max_model_len, param)
+            excerpts = await inputs.excerpts(distinct, ends, param)
+            batch = await inputs.tokenizer.encode_many(excerpts, add_special_tokens=False)
+            ids_of = dict(zip(distinct, batch, strict=True))
+            parts.append([ids_of[text] for text in texts])
+        return [self._pair(first, second, limit, params) for first, second in zip(*parts, strict=True)]
 
-        def encode() -> list[Prompt]:
-            encoded = [inputs.tokenizer.encode_pair(first, second, limit) for first, second in pairs]
-            return [Prompt(token_ids, param=params[1], second_text=begin) for token_ids, begin in encoded]
-
-        is_short = sum(len(first) + len(second) for first, second in pairs) <= _MAX_INLINE_CHARS
-        return encode() if is_short else await asyncio.to_thread(encode)
+    def _pair(self, first: Sequence[int], second: Sequence[int], limit: int | None, params: tuple[str, str]) -> Prompt:
+        """One prompt of the ids of two texts. Raises InvalidRequestError if it is too long, naming the longer text."""
+        frame = self._pair_frame
+        if frame is None:
+            raise TypeError("the model takes no pairs of texts")
+        param = params[0] if len(first) > len(second) else params[1]
+        num_tokens = len(first) + len(second) + frame.num_tokens
+        if limit is None or num_tokens <= limit:
+            self._inputs.check_fits(num_tokens, param)
+        else:
+            _check_room(limit, frame.num_tokens, "pair")
+            first, second = cut_pair(first, second, limit - frame.num_tokens)
+        token_ids, begin = frame.join(first, second)
+        return Prompt(token_ids, param=param, second_text=begin)
 
     def take_token_ids(self, token_ids: Sequence[int], truncation: Truncation | None, param: str) -> Prompt:
         """A prompt of ids. Raises InvalidRequestError as `InputProcessor.take_token_ids`."""
@@ -105,11 +116,7 @@ class VectorInputs:
         kept = len(self._inputs.truncated(token_ids, truncation))
         if kept == len(token_ids):
             return token_ids
-        if kept <= before + behind:
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens must be more than {before + behind}, the tokens that every text gets",
-                "truncate_prompt_tokens",
-            )
+        _check_room(kept, before + behind, "text")
         num_text = kept - before - behind
         text = token_ids[end - num_text : end] if truncation.side == "left" else token_ids[before : before + num_text]
         return [*token_ids[:before], *text, *token_ids[end:]]
@@ -152,6 +159,15 @@ def cosines(first: Sequence[RequestOutput], second: Sequence[RequestOutput]) -> 
     )
     scores: list[float] = (ours * theirs).sum(axis=1).astype(np.float64).tolist()
     return scores
+
+
+def _check_room(num_kept: int, num_around: int, name: str) -> None:
+    """Raises InvalidRequestError if nothing is left of a text beside the tokens around it."""
+    if num_kept <= num_around:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be more than {num_around}, the tokens that every {name} gets",
+            "truncate_prompt_tokens",
+        )
 
 
 def _frame(tokenizer: Tokenizer) -> tuple[int, int]:
