@@ -82,6 +82,20 @@ def test_what_it_cannot_do(server: Server) -> None:
     check_error(server.post("/v1/completions", prompt="x"), 400)
     error = check_error(server.post("/v1/score", text_1=QUERY, text_2=["x", "word " * 130]), 400)
     assert (error["param"], error["code"]) == ("text_2", "context_length_exceeded")
+    error = check_error(server.post("/v1/score", queries="word " * 130, documents=["x"]), 400)
+    assert (error["param"], error["code"]) == ("queries", "context_length_exceeded")
+    error = check_error(server.post("/v1/rerank", query=QUERY, documents=["x y"], truncate_prompt_tokens=3), 400)
+    assert error["param"] == "truncate_prompt_tokens"
+
+
+def test_what_has_no_effect_on_pairs_is_listed(server: Server) -> None:
+    fields = {"query": QUERY, "documents": DOCUMENTS[:1]}
+    cut = {"truncation_side": "left", "truncate_prompt_tokens": 9}
+    reply = server.post("/v1/rerank", **fields, **cut, add_special_tokens=False)
+    assert reply.headers["x-ignored-fields"] == "add_special_tokens, truncation_side"
+    assert server.post("/v1/rerank", **fields, truncation_side="left").headers["x-ignored-fields"] == "truncation_side"
+    asked = {"truncation_side": "right", "truncate_prompt_tokens": 9, "add_special_tokens": True}
+    assert "x-ignored-fields" not in server.post("/v1/rerank", **fields, **asked).headers
 
 
 def test_the_same_from_python(model: Path, logits: Callable[..., list[float]]) -> None:

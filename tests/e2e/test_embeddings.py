@@ -151,6 +151,16 @@ def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], param: s
     assert check_error(server.post("/v1/embeddings", **fields), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/embeddings", {"input": "x"}), ("/v1/score", {"text_1": "x", "text_2": "y"})]
+)
+def test_a_side_without_a_length_is_listed(server: Server, path: str, fields: dict[str, Any]) -> None:
+    reply = server.post(path, **fields, truncation_side="left", user="me")
+    assert reply.headers["x-ignored-fields"] == "truncation_side, user"
+    reply = server.post(path, **fields, truncation_side="left", truncate_prompt_tokens=9)
+    assert "x-ignored-fields" not in reply.headers
+
+
 def test_scores_are_cosines(server: Server, expected: Vectors) -> None:
     reply = server.post("/v1/score", text_1=TEXTS[0], text_2=TEXTS).json()
     scores = [entry["score"] for entry in reply["data"]]
@@ -181,6 +191,9 @@ def test_documents_are_ranked(server: Server, path: str) -> None:
     [
         ("/v1/score", {"text_1": "x"}, "text_2"),
         ("/v1/score", {"text_1": ["x", "y"], "text_2": "z"}, "text_1"),
+        ("/v1/score", {"queries": ["x", "y"], "documents": "z"}, "queries"),
+        ("/v1/score", {"queries": "x", "documents": [1]}, "documents"),
+        ("/v1/score", {"queries": "x", "documents": "word " * 300}, "documents"),
         ("/v1/score", {"text_1": "x", "text_2": []}, "text_2"),
         ("/v1/score", {"text_1": "x", "text_2": ["y", 1]}, "text_2"),
         ("/v1/score", {"text_1": "x", "text_2": "word " * 300}, "text_2"),

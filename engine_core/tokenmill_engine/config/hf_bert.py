@@ -45,6 +45,9 @@ def parse_text_encoder(config: Mapping[str, Any], source: str) -> ArchitectureCo
     num_heads, hidden_size = _positive(config, "num_attention_heads", source), _positive(config, "hidden_size", source)
     if hidden_size % num_heads:
         raise ConfigError(f"{source}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
+    num_types = _positive(config, "type_vocab_size", source)
+    if name == _CLASSIFIER and num_types < 2:
+        raise ConfigError(f"{source}: type_vocab_size must be 2 or more for pairs of texts, not {num_types}")
     num_positions = _positive(config, "max_position_embeddings", source)
     num_layers = _positive(config, "num_hidden_layers", source)
     stated = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -66,7 +69,7 @@ def parse_text_encoder(config: Mapping[str, Any], source: str) -> ArchitectureCo
         checkpoint_dtype=_DTYPES.get(stated, "float32"),  # type: ignore[arg-type]
         text_encoder=TextEncoderConfig(
             num_positions=num_positions,
-            num_types=_positive(config, "type_vocab_size", source),
+            num_types=num_types,
             activation=_ACTIVATIONS[activation],
             scores_pairs=name == _CLASSIFIER,
         ),

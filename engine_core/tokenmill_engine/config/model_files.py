@@ -215,7 +215,8 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
     media = parse_media(config, str(config_file))
     decoder = config if media is None else decoder_json(config, str(config_file))
     special = read_special_tokens(folder)
-    sentences = read_sentence_model(folder)
+    scores_pairs = architecture.text_encoder is not None and architecture.text_encoder.scores_pairs
+    sentences = None if scores_pairs else read_sentence_model(folder)  # which is about vectors
     max_position, pooling = architecture.max_position_embeddings, None if sentences is None else sentences.pooling
     if sentences is not None and sentences.max_tokens is not None:
         max_position = min(max_position, sentences.max_tokens)

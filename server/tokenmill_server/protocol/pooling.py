@@ -20,6 +20,13 @@ class PoolingFields(CommonFields):
             return None
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
+    def without_effect_on_pairs(self) -> list[str]:
+        """Fields that ask for what models for pairs do not do: they read the tokens around texts, too, and of texts
+        that are cut always the beginning."""
+        keeps_ends = self.truncation_side == "left" and self.truncate_prompt_tokens is not None
+        asked = {"add_special_tokens": self.add_special_tokens is False, "truncation_side": keeps_ends}
+        return [name for name, is_asked in asked.items() if is_asked]
+
 
 def vector_usage(num_prompt_tokens: int, num_cached_tokens: int) -> Json:
     """Nothing is generated."""

@@ -24,15 +24,17 @@ class ScoreRequest(PoolingFields):
     use_activation: bool | None = None
     """False: scores of models for pairs are as they are, not between 0 and 1."""
 
-    def texts(self) -> tuple[list[str], list[str]]:
-        """As many of both, or one of the first. Raises InvalidRequestError for anything else."""
-        first = _texts(*_named(("text_1", self.text_1), ("queries", self.queries)))
-        second = _texts(*_named(("text_2", self.text_2), ("documents", self.documents)))
-        if len(first) not in (1, len(second)):
+    def texts(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
+        """As many of both, or one of the first; both come with the name of their field. Raises InvalidRequestError for
+        anything else."""
+        one, first = _named(("text_1", self.text_1), ("queries", self.queries))
+        two, second = _named(("text_2", self.text_2), ("documents", self.documents))
+        firsts, seconds = _texts(one, first), _texts(two, second)
+        if len(firsts) not in (1, len(seconds)):
             raise InvalidRequestError(
-                f"text_1 has {len(first)} texts and text_2 {len(second)}; text_1 must have one, or as many", "text_1"
+                f"{one} has {len(firsts)} texts and {two} {len(seconds)}; {one} must have one, or as many", one
             )
-        return first, second
+        return (one, firsts), (two, seconds)
 
 
 class RerankRequest(PoolingFields):

@@ -7,17 +7,13 @@ from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.processing.input_processor import Prompt
 from tokenmill_server.processing.vectors import VectorInputs, embedding_of
 from tokenmill_server.protocol.embeddings import EmbeddingRequest, embedding_reply
-from tokenmill_server.protocol.fields import ignored_fields
 from tokenmill_server.routes.bodies import large_json_reply
-from tokenmill_server.routes.ignored import note_ignored
-from tokenmill_server.routes.pooling import run_prompts, usage_of_vectors, vectors_of
-from tokenmill_server.routes.requests import begin_call
+from tokenmill_server.routes.pooling import open_pooling_call, run_prompts, usage_of_vectors, vectors_of
 
 
 async def create_embeddings(request: Request) -> Response:
     """A vector of each text."""
-    call, body, fields = await begin_call(request, EmbeddingRequest, makes_vectors=True)
-    note_ignored(call.context, call.headers, ignored_fields(body, EmbeddingRequest.model_fields))
+    call, fields = await open_pooling_call(request, EmbeddingRequest)
     vectors = vectors_of(call.context)
     if vectors.pooling.scores_pairs:
         raise InvalidRequestError(

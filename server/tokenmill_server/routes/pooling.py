@@ -1,14 +1,30 @@
 """What the routes of models that make vectors do alike."""
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+from fastapi import Request
 
 from tokenmill_server.context import ServerContext
 from tokenmill_server.processing.generation import RequestOutput
 from tokenmill_server.processing.input_processor import Prompt
 from tokenmill_server.processing.vectors import VectorInputs
-from tokenmill_server.protocol.pooling import vector_usage
+from tokenmill_server.protocol.fields import ignored_fields
+from tokenmill_server.protocol.partners import without_partner
+from tokenmill_server.protocol.pooling import PoolingFields, vector_usage
 from tokenmill_server.protocol.replies import Json
-from tokenmill_server.routes.requests import Call
+from tokenmill_server.routes.ignored import note_ignored
+from tokenmill_server.routes.requests import Call, begin_call
+
+FieldsT = TypeVar("FieldsT", bound=PoolingFields)
+
+
+async def open_pooling_call(request: Request, model: type[FieldsT]) -> tuple[Call, FieldsT]:
+    """Reads and checks what every route of vectors checks. Raises as `begin_call`."""
+    call, body, fields = await begin_call(request, model, makes_vectors=True)
+    ignored = ignored_fields(body, model.model_fields) + without_partner(fields)
+    note_ignored(call.context, call.headers, sorted(ignored))
+    return call, fields
 
 
 async def run_prompts(call: Call, prompts: Sequence[Prompt]) -> list[RequestOutput]:

@@ -7,27 +7,23 @@ from starlette.responses import Response
 
 from tokenmill_server.processing.generation import RequestOutput
 from tokenmill_server.processing.vectors import cosines, pairs_of, score_of
-from tokenmill_server.protocol.fields import ignored_fields
 from tokenmill_server.protocol.scoring import RerankRequest, ScoreRequest, rerank_reply, score_reply
 from tokenmill_server.routes.bodies import json_reply
 from tokenmill_server.routes.ignored import note_ignored
-from tokenmill_server.routes.pooling import run_prompts, usage_of_vectors, vectors_of
-from tokenmill_server.routes.requests import Call, begin_call
+from tokenmill_server.routes.pooling import open_pooling_call, run_prompts, usage_of_vectors, vectors_of
+from tokenmill_server.routes.requests import Call
 
 
 async def create_score(request: Request) -> Response:
     """A number for each pair of texts."""
-    call, body, fields = await begin_call(request, ScoreRequest, makes_vectors=True)
-    note_ignored(call.context, call.headers, ignored_fields(body, ScoreRequest.model_fields))
-    first, second = fields.texts()
-    scores, outputs = await _score(call, fields, ("text_1", first), ("text_2", second))
+    call, fields = await open_pooling_call(request, ScoreRequest)
+    scores, outputs = await _score(call, fields, *fields.texts())
     return json_reply(score_reply(call.head("score"), scores, usage_of_vectors(outputs)), call.headers)
 
 
 async def create_rerank(request: Request) -> Response:
     """Documents in the order of how well they go with a query."""
-    call, body, fields = await begin_call(request, RerankRequest, makes_vectors=True)
-    note_ignored(call.context, call.headers, ignored_fields(body, RerankRequest.model_fields))
+    call, fields = await open_pooling_call(request, RerankRequest)
     query, documents = fields.texts()
     num_wanted, shows = fields.num_wanted(), fields.return_documents is not False
     scores, outputs = await _score(call, fields, ("query", [query]), ("documents", documents))
@@ -46,6 +42,7 @@ async def _score(
     once."""
     vectors, truncation = vectors_of(call.context), fields.truncation()
     if vectors.pooling.scores_pairs:
+        note_ignored(call.context, call.headers, fields.without_effect_on_pairs())
         squash = vectors.pooling.normalize if fields.use_activation is None else fields.use_activation
         prompts = await vectors.encode_pairs(pairs_of(first[1], second[1]), truncation, (first[0], second[0]))
         outputs = await run_prompts(call, prompts)

@@ -107,13 +107,31 @@ def test_a_decoder_without_output_embeddings_makes_vectors(tmp_path: Path) -> No
     ],
 )
 def test_a_model_for_pairs(tmp_path: Path, told: dict[str, Any], squashed: bool) -> None:
-    config = json.loads((MINILM / "config.json").read_text())
-    config |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **told}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text((MINILM / "tokenizer.json").read_text())
+    write_cross_encoder(tmp_path, **told)
     engine = configure(tmp_path, "--load-format", "dummy", "--task", "score")
     assert engine.model.pooling == PoolingConfig("cls", normalize=squashed, scores_pairs=True)
     assert engine.model.architecture.num_parameters == 22_565_376 + 384 * 385 + 385
+
+
+def test_a_model_for_pairs_takes_nothing_from_files_about_vectors(tmp_path: Path) -> None:
+    make_sentence_model(tmp_path, {"pooling_mode_mean_tokens": True})
+    write_cross_encoder(tmp_path)
+    engine = configure(tmp_path, "--load-format", "dummy")
+    assert engine.model.pooling == PoolingConfig("cls", scores_pairs=True)
+
+
+def test_a_model_for_pairs_tells_their_texts_apart(tmp_path: Path) -> None:
+    write_cross_encoder(tmp_path, type_vocab_size=1)
+    with pytest.raises(ConfigError, match="type_vocab_size must be 2 or more for pairs of texts, not 1"):
+        configure(tmp_path, "--load-format", "dummy")
+
+
+def write_cross_encoder(folder: Path, **changes: Any) -> None:
+    """The configuration and tokenizer of one."""
+    config = json.loads((MINILM / "config.json").read_text())
+    config |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text((MINILM / "tokenizer.json").read_text())
 
 
 def test_classes_are_not_supported(tmp_path: Path) -> None:

@@ -150,8 +150,13 @@ COMPLETIONS = (
 VECTORS = (
     FieldRow("model", "nobody", status_code=404, note="any served name; answers carry the first; others are 404"),
     FieldRow("truncate_prompt_tokens", 2, note="tokens that the tokenizer puts around texts stay"),
-    FieldRow("truncation_side", "left", beside={"truncate_prompt_tokens": 2}, note="else texts keep their beginning"),
-    FieldRow("add_special_tokens", False),
+    FieldRow(
+        "truncation_side",
+        "left",
+        beside={"truncate_prompt_tokens": 2},
+        note="else texts keep their beginning; alone listed, and `left` by models for pairs",
+    ),
+    FieldRow("add_special_tokens", False, note="false is listed by models for pairs"),
     FieldRow("priority", 3, needs="--scheduling-policy priority"),
     FieldRow("request_id", "mine", note="the header `X-Request-Id` wins"),
     FieldRow("mm_processor_kwargs", {"a": 1}, REFUSED),
