@@ -176,7 +176,7 @@ def test_a_hub_id_is_read_from_the_cache_when_offline(tmp_path: Path, monkeypatc
     [
         (None, "the hub cannot be reached"),
         (b"nonsense\r\n\r\n", "RemoteProtocolError: "),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnope", "JSONDecodeError: "),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 4\r\n\r\nnope", "JSONDecodeError: "),
     ],
 )
 def test_whatever_the_hub_does_is_one_line(tmp_path: Path, answer: bytes | None, message: str) -> None:
