@@ -14,6 +14,7 @@ from tokenmill_engine.models.bert import BertEncoder
 from tokenmill_engine.models.text_batch import TextBatch, make_batch
 from tokenmill_engine.outputs import StepPlan, StepResult, TokenMasks
 from tokenmill_engine.worker.pooling import vector_result
+from tokenmill_engine.worker.results import to_host
 
 _WARM_UP_TOKENS = 32
 
@@ -53,7 +54,7 @@ class TextEncoderRunner:
         vectors = self._encode([row.token_ids for row in rows], [row.second_text for row in rows])
         if not vectors.is_cuda:
             return _PendingVectors(plan, vectors, started, None)
-        host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True).copy_(vectors, non_blocking=True)
+        host = to_host(vectors)
         done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return _PendingVectors(plan, host, started, done.synchronize)
