@@ -75,7 +75,7 @@ from tokenmill_server.processing.vectors import make_vector_inputs
 from tokenmill_server.readiness import Phase, Readiness
 from tokenmill_server.text_generator import TextGenerator
 from tokenmill_server.tls import make_tls_context
-from tokenmill_server.tls_refresh import refresh_certificate
+from tokenmill_server.tls_refresh import CertificateRefresher
 
 logger = logging.getLogger(__name__)
 
@@ -109,17 +109,23 @@ def main() -> None:
     signal.signal(END_SIGNAL, lambda _number, _frame: exit_terminated(channel, start.run_dir))
     become_child(f"api server {start.client}", arguments.parent_pid, END_SIGNAL, start.run_dir)
     configure_logging(start.server.log_level, f"api server {start.client}")
-    try:
-        server = ApiServer(start, build_context(start), channel)
-    except TokenmillError as error:
-        _tell(channel, StartFailed(str(error)), start.run_dir)
-        sys.exit(1)
-    except (OSError, zmq.ZMQError) as error:
-        reason = describe_os_error(error) if os.path.isdir(start.run_dir) else f"the folder {start.run_dir} was removed"
-        _tell(channel, StartFailed(f"API server {start.client} cannot start: {reason}"), start.run_dir)
-        sys.exit(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            server = runner.run(_make_server(start, channel))
+        except TokenmillError as error:
+            _tell(channel, StartFailed(str(error)), start.run_dir)
+            sys.exit(1)
+        except (OSError, zmq.ZMQError) as error:
+            is_there = os.path.isdir(start.run_dir)
+            reason = describe_os_error(error) if is_there else f"the folder {start.run_dir} was removed"
+            _tell(channel, StartFailed(f"API server {start.client} cannot start: {reason}"), start.run_dir)
+            sys.exit(1)
         runner.run(server.run())
+
+
+async def _make_server(start: ApiServerStart, channel: ControlChannel[ApiControl]) -> "ApiServer":
+    """In the event loop: middleware of the owner may look for it. Raises as `build_context` and `create_app`."""
+    return ApiServer(start, build_context(start), channel)
 
 
 def _tell(channel: ControlChannel[ApiControl], message: FromApiServer, run_dir: str) -> None:
@@ -206,7 +212,9 @@ class ApiServer:
         if start.engine.data_parallel_size > start.engine.data_parallel_size_local:
             context.remote_metrics = RemoteMetrics(lambda number: _tell(channel, MetricsWanted(number), start.run_dir))
         self._limits = HeadLimits(start.server.max_headers, start.server.max_head_bytes)
+        self._refresher = CertificateRefresher(start.server)
         self._tls = make_tls_context(start.server)
+        self._app = create_app(context)
         self._drains = False
         self._num_cut_off = 0
 
@@ -215,7 +223,7 @@ class ApiServer:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(END_SIGNAL, exit_terminated, self._channel, self._start.run_dir)
         with socket.socket(fileno=self._start.listen_fd) as listener:
-            server = HttpServer(create_app(self._context), listener, self._counts, self._limits, self._tls)
+            server = HttpServer(self._app, listener, self._counts, self._limits, self._tls)
             self._context.generator.around_outputs(server.writes.gather, server.writes.flush)
             loop.add_reader(self._channel.fileno(), self._receive)
             self._receive()
@@ -230,7 +238,7 @@ class ApiServer:
             gc.set_threshold(*_GC_THRESHOLDS)
             return_free_memory()  # reading a vocabulary took as much as all that is kept of it
             if self._tls is not None and self._start.server.ssl_refresh:
-                self._refreshing = loop.create_task(refresh_certificate(self._start.server, self._tls))
+                self._refreshing = loop.create_task(self._refresher.run(self._tls))
             await self._follow(server)
 
     async def _follow(self, server: HttpServer) -> None:

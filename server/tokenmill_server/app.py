@@ -86,7 +86,7 @@ class _Shortcut:
 
 
 def create_app(context: ServerContext) -> ASGIApp:
-    """All routes, errors in OpenAI's shape for each of them."""
+    """All routes, errors in OpenAI's shape for each of them. Raises ConfigError if middleware of the owner fails."""
     config = context.config
     app = DocumentedApp(config)
     app.state.context = context

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -11,14 +12,28 @@ from starlette.types import ASGIApp
 from tokenmill_engine.errors import ConfigError
 
 Wrap = Callable[[ASGIApp], ASGIApp]
+"""Puts one around an application. Raises ConfigError naming the path of what fails at it."""
 
 
 def load_middleware(paths: Sequence[str]) -> list[Wrap]:
     """What puts each around an application. Raises ConfigError naming the path that leads to nothing of use."""
-    return [_load(path) for path in paths]
+    return [partial(_wrap, path, _load(path)) for path in paths]
 
 
-def _load(path: str) -> Wrap:
+def _wrap(path: str, make: Callable[[ASGIApp], object], app: ASGIApp) -> ASGIApp:
+    try:
+        made = make(app)
+    except Exception as error:  # whatever code of somebody else raises
+        raise ConfigError(
+            f"--middleware {path}: it cannot be made: {type(error).__name__}: {error}; it is called with the "
+            "application and nothing else"
+        ) from error
+    if not callable(made):
+        raise ConfigError(f"--middleware {path}: its objects cannot be called; give it an ASGI __call__")
+    return cast(ASGIApp, made)
+
+
+def _load(path: str) -> Callable[[ASGIApp], object]:
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -28,7 +43,7 @@ def _load(path: str) -> Wrap:
             f"--middleware {path}: {reason}; name a class or function as package.module.Name, in a folder of PYTHONPATH"
         ) from None
     if inspect.isclass(found):
-        return cast(Wrap, found)
+        return cast(Callable[[ASGIApp], object], found)
     if inspect.iscoroutinefunction(found):
         dispatch: Any = found
         return lambda app: BaseHTTPMiddleware(app, dispatch=dispatch)

@@ -27,7 +27,8 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(str(embedded_model_path()))
 
 
-def test_many_are_counted_at_once_and_the_rest_on_demand() -> None:
+@pytest.mark.asyncio
+async def test_many_are_counted_at_once_and_the_rest_on_demand() -> None:
     counted = Counted()
     latencies = TokenLatencies(counted.metrics)
     numbers = []
@@ -39,6 +40,19 @@ def test_many_are_counted_at_once_and_the_rest_on_demand() -> None:
     latencies.count(1)
     latencies.count(1)
     assert (counted.number(0), counted.number(1)) == (0, 100)
+
+
+@pytest.mark.asyncio
+async def test_few_are_counted_soon() -> None:
+    """Of each engine core, and again those that come later."""
+    counted = Counted()
+    latencies = TokenLatencies(counted.metrics)
+    for number in (1, 2):
+        for engine in (0, 1):
+            latencies.of(engine).append(0.01)
+            latencies.count_many(engine)
+            assert counted.number(engine) == number - 1
+        await wait_until(lambda number=number: counted.number(0) == counted.number(1) == number)  # type: ignore[misc]
 
 
 def test_without_metrics_nothing_is_kept() -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.echo_engine import POISON
 from tests.support.media_api import qwen
 from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error, post_stream
+from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.ipc.child import ChildProcess, spawn_child
 from tokenmill_engine.ipc.control import Drain, Drained, EngineLost, EnginesReady, FromApiServer, StartFailed
 from tokenmill_engine.messages import FinishReason
@@ -324,38 +326,35 @@ def test_a_server_whose_folder_vanished_has_no_metrics_but_goes_on() -> None:
         os.mkdir(server.run_dir)
 
 
-def test_a_start_without_its_folder_says_so_in_one_line(
+def test_starts_that_fail_say_why_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = tmp_path / "gone"
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(run_dir / "metrics"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        child: ChildProcess[FromApiServer] = spawn_child(
-            "tokenmill_server.api_process", FromApiServer, pass_fds=(listener.fileno(),)
-        )
-        server = ServerConfig(served_model_names=("x",))
-        child.channel.send(ApiServerStart(0, 0, str(run_dir), listener.fileno(), server, engine_config()))
-        message = child.channel.receive()
-        assert isinstance(message, StartFailed)
-        assert message.message == f"API server 0 cannot start: the folder {run_dir} was removed"
-        assert child.process.wait(PATIENCE_S) == 1
-        child.channel.close()
+    server = ServerConfig(served_model_names=("x",))
+    gone = tmp_path / "gone"
+    assert why_not(gone, server, engine_config()) == f"API server 0 cannot start: the folder {gone} was removed"
+    assert "no tokenizer.json" in why_not(tmp_path, server, engine_config(tokenizer_path=str(tmp_path)))
+    (tmp_path / "failing_code.py").write_text("class Asking:\n    def __init__(self, app, secret): ...\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    reason = why_not(tmp_path, replace(server, middleware=("failing_code.Asking",)), engine_config())
+    assert reason.startswith("--middleware failing_code.Asking: it cannot be made: TypeError: ")
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
-    config = engine_config(tokenizer_path=str(tmp_path))
+def why_not(run_dir: Path, server: ServerConfig, engine: EngineConfig) -> str:
+    """What a start says that fails."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         child: ChildProcess[FromApiServer] = spawn_child(
-            "tokenmill_server.api_process", FromApiServer, pass_fds=(listener.fileno(),)
+            "tokenmill_server.api_process",
+            FromApiServer,
+            pass_fds=(listener.fileno(),),
+            env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(run_dir)},
         )
-        server = ServerConfig(served_model_names=("x",))
-        child.channel.send(ApiServerStart(0, 0, str(tmp_path), listener.fileno(), server, config))
+        child.channel.send(ApiServerStart(0, 0, str(run_dir), listener.fileno(), server, engine))
         message = child.channel.receive()
         assert isinstance(message, StartFailed)
-        assert "no tokenizer.json" in message.message
         assert child.process.wait(PATIENCE_S) == 1
         child.channel.close()
+    return message.message
 
 
 def test_a_slow_reader_does_not_slow_the_others(server: Server) -> None:

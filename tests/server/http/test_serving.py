@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.support.api_server import Server, run_server
-from tests.support.certificates import make_certificate
+from tests.support.certificates import make_certificate, sign_again
 from tests.support.server import PATIENCE_S, wait_for
 from tests.support.sse import is_error, post_stream
 
@@ -32,6 +32,18 @@ async def sign(request, call_next):
     response = await call_next(request)
     response.headers["x-signed"] = request.scope["state"]["request_id"]
     return response
+"""
+
+RENEWING_CODE = """
+from pathlib import Path
+
+class Renewing:
+    def __init__(self, app):
+        Path("{old}").write_bytes(Path("{new}").read_bytes())
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        await self.app(scope, receive, send)
 """
 
 
@@ -140,19 +152,33 @@ def test_lines_of_the_log_that_quote_texts(capfd: pytest.CaptureFixture[str]) ->
     assert "unlogged" not in logged
 
 
-def test_certificates_are_renewed(tmp_path: Path) -> None:
-    """Also by way of files that do not go together for a moment."""
+def test_certificates_are_renewed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also those that were while the server started, and by way of files that do not go together for a while."""
     certificate, key = map(Path, make_certificate(tmp_path))
-    newer, newer_key = (Path(path).read_bytes() for path in make_certificate(tmp_path, "newer"))
-    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
-    with run_server(**files, ssl_refresh=True) as server:
+    renewed, newest, newest_key = (tmp_path / "renewed.pem", *map(Path, make_certificate(tmp_path, "newest")))
+    sign_again(key, renewed)
+    (tmp_path / "renewing_code.py").write_text(RENEWING_CODE.format(old=str(certificate), new=str(renewed)))
+    logged = ""
 
-        def shown() -> str:
-            return ssl.get_server_certificate(("127.0.0.1", server.port))
+    def num_refused() -> int:
+        nonlocal logged
+        logged += capfd.readouterr().err
+        return logged.count("the certificate has changed and cannot be used")
 
-        assert shown().strip() == certificate.read_text().strip()
-        certificate.write_bytes(newer)
-        key.write_bytes(newer_key)
-        wait_for(lambda: shown().strip() == newer.decode().strip(), PATIENCE_S, "the new certificate")
-        key.write_bytes(b"")
-        assert shown().strip() == newer.decode().strip()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+        with run_server(**files, ssl_refresh=True, middleware=("renewing_code.Renewing",)) as server:
+
+            def shows(expected: Path) -> bool:
+                return ssl.get_server_certificate(("127.0.0.1", server.port)).strip() == expected.read_text().strip()
+
+            wait_for(lambda: shows(renewed), PATIENCE_S, "the certificate that was renewed during the start")
+            certificate.write_bytes(newest.read_bytes())
+            wait_for(lambda: num_refused() == 1, PATIENCE_S, "a certificate without its key to be refused")
+            assert shows(renewed)
+            key.write_bytes(newest_key.read_bytes())
+            wait_for(lambda: shows(newest), PATIENCE_S, "the new certificate")
+            key.write_bytes(b"")
+            wait_for(lambda: num_refused() == 2, PATIENCE_S, "an empty key to be refused")
+            assert shows(newest)
