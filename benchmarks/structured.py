@@ -1,10 +1,11 @@
 """What a schema costs, and what log-probabilities do: `python -m benchmarks.structured --model default`, from the root.
 
 Starts a server and sends it the same load in turn, round after round: requests that are free, those whose output
-follows a JSON schema, and those with the five likeliest tokens of each position. All have as many tokens out, for the
-schema has a text that cannot end before. Prints JSON: figures by kind of request, medians over the rounds, and by what
-free requests of the same round gave, which hardly depends on the machine or on who else uses it. Needs no network; for
-a GPU give a folder with `config.json` and a tokenizer, and `--flags "--load-format dummy"`.
+follows a JSON schema, a list of records most of which is names, and those with the five likeliest tokens of each
+position. All have as many tokens out, for the schemas have a text or a list that cannot end before. Prints JSON:
+figures by kind of request, medians over the rounds, and by what free requests of the same round gave, which hardly
+depends on the machine or on who else uses it. Needs no network; for a GPU give a folder with `config.json` and a
+tokenizer, and `--flags "--load-format dummy"`.
 """
 
 import argparse
@@ -46,7 +47,26 @@ def fields_by_kind(output_len: int) -> dict[str, dict[str, Any]]:
         "required": ["kind", "year", "text"],
         "additionalProperties": False,
     }
-    return {_FREE: {}, "json_schema": {"structured_outputs": {"json": schema}}, "logprobs": {"logprobs": 5}}
+    records = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "identifier": {"type": "integer", "minimum": 0, "maximum": 99},
+                "is_available": {"type": "boolean"},
+                "customer_category": {"enum": ["residential", "commercial", "industrial"]},
+            },
+            "required": ["identifier", "is_available", "customer_category"],
+            "additionalProperties": False,
+        },
+        "minItems": output_len,
+    }
+    return {
+        _FREE: {},
+        "json_schema": {"structured_outputs": {"json": schema}},
+        "json_records": {"structured_outputs": {"json": records}},
+        "logprobs": {"logprobs": 5},
+    }
 
 
 def measure(model: Model, flags: Sequence[str], load: Load, num_rounds: int, limit_s: float) -> Rounds:

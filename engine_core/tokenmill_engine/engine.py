@@ -273,6 +273,7 @@ class EngineCore:
             plan = self.scheduler.apply(decision)
             masked = self._structured.masked(plan, tokens_in_flight=self._runs_ahead and bool(self._in_flight))
             self._in_flight.append((plan, self._executor.submit(masked)))
+            self.scheduler.foresee(self._structured.known_tokens())
 
     def _finish_oldest_step(self) -> StepOutcome:
         """Wait for the oldest step in flight and take its result in."""
@@ -293,6 +294,7 @@ class EngineCore:
         if self._structured.owes_masks:
             # The step behind this one has been computed as far as it can be without them, or soon will.
             self._executor.mask(self._structured.late_masks())
+            self.scheduler.foresee(self._structured.known_tokens())
         self._recorder.record_step(plan, outcome, self.scheduler)
         return outcome
 

@@ -139,6 +139,9 @@ class EngineMetrics:
             [{"source": source} for source in _TOKEN_SOURCES],
         )
         self.generation_tokens = build.counter("generation_tokens_total", "Tokens generated.")
+        self.known_tokens = build.counter(
+            "known_tokens_total", "Tokens generated that nobody sampled: a grammar left no choice (jump-forward)."
+        )
         self.iteration_tokens = build.histogram(
             "iteration_tokens_total", "Tokens computed in one engine step.", ITERATION_TOKENS_BUCKETS
         )

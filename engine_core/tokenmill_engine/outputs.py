@@ -99,6 +99,15 @@ class BlockAppend:
 
 
 @dataclass(slots=True, frozen=True)
+class TokenAppend:
+    """`token_ids` follow the `start` tokens that `slot` holds once the steps before are done."""
+
+    slot: int
+    start: int
+    token_ids: list[int]
+
+
+@dataclass(slots=True, frozen=True)
 class SampledTokens:
     """`token_ids[i]` is the token at `positions[i]` of the request in slot `slots[i]`; all int32 [num_tokens]."""
 
@@ -138,6 +147,9 @@ class StepPlan:
     starts: list[SlotStart] = field(default_factory=list)
     """Applied before anything else in the step. A slot may be started again without notice of its end."""
     appends: list[BlockAppend] = field(default_factory=list)
+    known: list[TokenAppend] = field(default_factory=list)
+    """Tokens that nobody samples, since nothing else may stand there; at most one entry for each slot, none of one that
+    starts."""
     sampled: SampledTokens | None = None
     """Of earlier steps, for a worker that does not sample; written before anything else, starts too."""
     media: StepMedia | None = None

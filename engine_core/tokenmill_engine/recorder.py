@@ -44,6 +44,7 @@ class Recorder:
         )
         self._metrics.set_startup(capacity.phases)
         self._num_preemptions = 0
+        self._num_known_tokens = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
 
@@ -61,6 +62,9 @@ class Recorder:
         if counters.num_preemptions != self._num_preemptions:
             metrics.num_preemptions.inc(counters.num_preemptions - self._num_preemptions)
             self._num_preemptions = counters.num_preemptions
+        if counters.num_known_tokens != self._num_known_tokens:
+            metrics.known_tokens.inc(counters.num_known_tokens - self._num_known_tokens)
+            self._num_known_tokens = counters.num_known_tokens
         if counters.prefix_cache_queries != self._prefix_queries:
             metrics.prefix_cache_queries.inc(counters.prefix_cache_queries - self._prefix_queries)
             metrics.prefix_cache_hits.inc(counters.prefix_cache_hits - self._prefix_hits)

@@ -246,6 +246,35 @@ def test_free_and_structured_requests_run_together(client: httpx.Client, smollm_
     assert asyncio.run(together()) == alone * 6
 
 
+def test_what_has_to_follow_is_not_sampled(client: httpx.Client, smollm_server: Server) -> None:
+    """Which does not show in a stream, but for how it is cut, nor in the count of tokens."""
+    person = {"properties": {"first_name": {"enum": ["Anna", "Bert"]}}, "required": ["first_name"], "type": "object"}
+    wanted = {"json": person, "disable_any_whitespace": True}
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "structured_outputs": wanted}
+
+    def forced() -> float:
+        return smollm_server.metric("known_tokens_total")
+
+    before = forced()
+    whole = client.post("/v1/chat/completions", json=body).json()
+    text = whole["choices"][0]["message"]["content"]
+    jsonschema.validate(json.loads(text), person)
+    at_once = forced() - before
+    assert 3 <= at_once < whole["usage"]["completion_tokens"]
+    streamed = client.post("/v1/chat/completions", json={**body, "stream": True, "logprobs": True})
+    assert forced() == before + at_once
+    assert "".join(contents(streamed.text)) == text
+    streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
+    assert forced() == before + 2 * at_once
+    assert "".join(contents(streamed.text)) == text
+
+
+def contents(stream: str) -> list[str]:
+    """Of the chunks of one chat."""
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    return [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
+
+
 def test_who_leaves_early(client: httpx.Client, smollm_server: Server) -> None:
     """Nothing is left of the request, whether it waits for its grammar or runs."""
     body = {"messages": MESSAGES, "structured_outputs": {"regex": "([a-z]{3} ){900}"}, "max_tokens": 2000}

@@ -31,7 +31,7 @@ def test_it_compares_kinds_with_as_many_tokens() -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["figures"].keys() == fields_by_kind(1).keys()
-    assert told["by_free"].keys() == {"json_schema", "logprobs"}
+    assert told["by_free"].keys() == {"json_schema", "json_records", "logprobs"}
     assert all(value > 0 for kind in told["by_free"].values() for value in kind.values())
 
 

@@ -39,9 +39,14 @@ def _encode(tensors: Mapping[str, MediaTensor], count: int) -> list[int]:
 
 
 def solo_run(
-    prompt: list[int], sampling: SamplingParams, max_model_len: int, media: Sequence[MediaItem] = ()
+    prompt: list[int],
+    sampling: SamplingParams,
+    max_model_len: int,
+    media: Sequence[MediaItem] = (),
+    known: Mapping[int, Sequence[int]] = {},  # nobody changes it
 ) -> tuple[list[int], str]:
-    """What the model answers without any scheduler: tokens and finish reason."""
+    """What the model answers without any scheduler: tokens and finish reason. Behind the output's token of an index in
+    `known` come those, which it does not choose."""
     seen = list(prompt)
     for item in media:
         seen[item.offset : item.offset + item.num_tokens] = _encode(item.tensors, item.num_tokens)
@@ -51,8 +56,13 @@ def solo_run(
     room = max_model_len - len(prompt)
     limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
     output: list[int] = []
+    foreseen: deque[int] = deque()
     while len(output) < limit:
-        token = _next_token(digests)
+        if foreseen:
+            token = foreseen.popleft()
+        else:
+            token = _next_token(digests)
+            foreseen.extend(known.get(len(output), ()))
         output.append(token)
         digests.append(_digest(digests[-1], token))
         may_stop = len(output) >= sampling.min_tokens
@@ -179,6 +189,10 @@ class FakeExecutor:
             table = self._slots[append.slot].tables[append.group]
             assert len(table) == append.start
             table.extend(append.block_ids)
+        for known in plan.known:
+            assert known.slot not in {start.slot for start in plan.starts}
+            assert len(self._slots[known.slot].tokens) == known.start
+            self._slots[known.slot].tokens.extend(known.token_ids)
 
     def _look(self, plan: StepPlan) -> tuple[dict[int, str], tuple[int, ...]]:
         """Free, encode, and give rows what stands for their placeholders. Returns the rows that lack something, and

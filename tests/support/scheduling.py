@@ -1,7 +1,7 @@
 """Drives a scheduler with the fake executor, as the engine does, and collects what every request was told."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,6 +108,7 @@ class Driver:
         self.plans: list[StepPlan] = []
         self._media: dict[int, tuple[MediaPlace, ...]] = {}
         """By slot."""
+        self._known: dict[int, Mapping[int, Sequence[int]]] = {}
         self._in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()
 
     def _make_executor(self) -> FakeExecutor:
@@ -126,7 +127,9 @@ class Driver:
         arrival_time: float | None = None,
         cache_salt: str | None = None,
         media: tuple[MediaItem, ...] = (),
+        known: Mapping[int, Sequence[int]] | None = None,
     ) -> Request:
+        """`known` as in `solo_run`."""
         sampling = sampling or SamplingParams(max_tokens=8)
         room = self.max_model_len - len(prompt)
         max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
@@ -145,6 +148,7 @@ class Driver:
         )
         assert max(prompt) < VOCAB_SIZE
         self.requests[request_id] = request
+        self._known[request_id] = known or {}
         self.told[request_id] = Told()
         self.scheduler.add(request)
         return request
@@ -164,6 +168,7 @@ class Driver:
             self._check_plan(plan)
             self.plans.append(plan)
             self._in_flight.append((plan, self.executor.submit(plan)))
+            self.scheduler.foresee(self._known_of(plan))
             self.scheduler.check_invariants()
         if not self._in_flight:
             return False
@@ -191,6 +196,17 @@ class Driver:
         alone.add(request.request_id, request.prompt_token_ids.tolist(), request.sampling, media=request.media)
         alone.run()
         return alone.told[request.request_id].tokens
+
+    def _known_of(self, plan: StepPlan) -> dict[int, Sequence[int]]:
+        """By row, what follows the tokens that it yields."""
+        known: dict[int, Sequence[int]] = {}
+        running = {request.slot: request for request in self.requests.values() if request.slot >= 0}
+        for row in plan.samples.nonzero()[0].tolist():
+            request = running[int(plan.slots[row])]
+            index = int(plan.num_computed[row] + plan.num_scheduled[row]) - request.num_prompt_tokens
+            if index in self._known[request.request_id]:
+                known[row] = self._known[request.request_id][index]
+        return known
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.setting.budget

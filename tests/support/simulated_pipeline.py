@@ -30,8 +30,8 @@ class SimulatedPipeline(FakeExecutor):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._feedback = TokenFeedback()
-        self._known: dict[int, list[int]] = {}
-        """By slot, the tokens that the first stage has."""
+        self._known: dict[int, set[int]] = {}
+        """By slot, the positions whose tokens the first stage has."""
         self._waits: dict[int, int] = {}
         """By slot, the step in flight that samples for the request in it."""
         self._free_s = [0.0] * self.num_stages
@@ -41,17 +41,19 @@ class SimulatedPipeline(FakeExecutor):
     def submit(self, plan: StepPlan) -> FakeHandle:
         sampled = self._feedback.sent(plan)
         if sampled is not None:
-            columns = (sampled.slots.tolist(), sampled.positions.tolist(), sampled.token_ids.tolist())
-            for slot, position, token in zip(*columns, strict=True):
-                assert position == len(self._known[slot])
-                self._known[slot].append(token)
+            for slot, position in zip(sampled.slots.tolist(), sampled.positions.tolist(), strict=True):
+                assert position not in self._known[slot]
+                self._known[slot].add(position)
         for start in plan.starts:
-            self._known[start.slot] = start.token_ids.tolist()
+            self._known[start.slot] = set(range(len(start.token_ids)))
             self._waits.pop(start.slot, None)
+        for append in plan.known:
+            # The token in front of these may come later.
+            self._known[append.slot].update(range(append.start, append.start + len(append.token_ids)))
         ends = plan.num_computed + plan.num_scheduled
         for slot, end, samples in zip(plan.slots.tolist(), ends.tolist(), plan.samples.tolist(), strict=True):
             assert slot not in self._waits, "computed again before its token is known"
-            assert end <= len(self._known[slot])
+            assert self._known[slot].issuperset(range(end))
             if samples:
                 self._waits[slot] = plan.step
         begin_s = self.now_s

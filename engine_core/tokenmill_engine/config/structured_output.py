@@ -18,3 +18,5 @@ class StructuredOutputConfig:
     """Between the parts of JSON."""
     additional_properties: bool = False
     """Objects that name properties may have others, unless the schema forbids it."""
+    jump_forward: bool = True
+    """Text that has to follow is not sampled."""

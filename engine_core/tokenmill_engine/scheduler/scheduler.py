@@ -10,7 +10,7 @@ Knows nothing of devices, models or sockets.
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,8 @@ from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.scheduler.budget import BudgetPolicy
 from tokenmill_engine.scheduler.decision import Admission, Decider, Decision
 from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, lost_with, places_of, retried_with
-from tokenmill_engine.scheduler.outcome import StepOutcome, slice_logprobs
+from tokenmill_engine.scheduler.foresight import Foresight
+from tokenmill_engine.scheduler.outcome import StepOutcome, new_prompt_logprobs, slice_logprobs
 from tokenmill_engine.scheduler.prompts import LastPrompt
 from tokenmill_engine.scheduler.queue import make_queue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
@@ -65,6 +66,7 @@ class Scheduler:
         self._decider = Decider(config, budget, self._table, kv, self._encoder, self._waiting, turns)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[_StepInFlight] = deque()
+        self._foresight = Foresight(self._table)
         self._last_prompt = LastPrompt(kv.block_size, hash_blocks=kv.enable_caching)
         self._num_steps = 0
         self.counters = SchedulerCounters()
@@ -135,6 +137,11 @@ class Scheduler:
         self._in_flight.append(_StepInFlight(plan, self._table.epochs[plan.slots]))
         return plan
 
+    def foresee(self, known: Mapping[int, Sequence[int]]) -> None:
+        """By row of the plan applied last: tokens that are known to follow the one that it yields."""
+        if known:
+            self._foresight.add(self._in_flight[-1].plan, known)
+
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take in the result of the oldest step in flight. Rows whose request has left are dropped."""
         return self._commit(plan, result, retried_with(plan, result))
@@ -150,10 +157,12 @@ class Scheduler:
         stops, rows = self._failed_rows(plan, result, rows)
         slots = plan.slots[rows]
         table.num_committed[slots] += plan.num_scheduled[rows]
-        prompt_logprobs = self._new_prompt_logprobs(plan, result, rows)
-        num_new = result.num_new[rows]
-        self._correct_optimism(slots, num_new, plan.samples[rows])
-        kept_here, stops_here = append_tokens(table, slots, result.token_ids[rows], num_new, self._eos_token_ids)
+        prompt_logprobs = new_prompt_logprobs(table, plan, result, rows)
+        self._correct_optimism(slots, result.num_new[rows], plan.samples[rows])
+        result, num_known = self._foresight.completed(plan, result)
+        self.counters.num_known_tokens += num_known
+        token_ids, num_new = result.token_ids[rows], result.num_new[rows]
+        kept_here, stops_here = append_tokens(table, slots, token_ids, num_new, self._eos_token_ids)
         stops.update((int(rows[index]), stop) for index, stop in stops_here.items())
         self._publish_full_blocks(slots)
         kept = np.zeros(plan.num_reqs, dtype=np.int32)
@@ -279,6 +288,7 @@ class Scheduler:
             num_decodes=num_decodes,
             starts=starts,
             appends=appends,
+            known=self._foresight.appends(),
             media=self._encoder.assign(table, slots, num_computed, after) if table.num_with_media else None,
         )
 
@@ -300,23 +310,6 @@ class Scheduler:
             self._table.num_tokens[slots] += surplus
             self._table.num_computed[slots] += surplus
             self._table.num_committed[slots] += surplus
-
-    def _new_prompt_logprobs(self, plan: StepPlan, result: StepResult, rows: Iterable[int]) -> dict[int, LogprobRows]:
-        """By row, those of the positions that were not sent before (a preempted prompt is computed twice)."""
-        if not result.prompt_logprobs:
-            return {}
-        pieces = {}
-        for row in rows:
-            piece = result.prompt_logprobs.get(row)
-            if piece is None:
-                continue
-            request = self._table.request(int(plan.slots[row]))
-            known = request.num_prompt_logprobs - int(plan.num_computed[row])
-            piece = slice_logprobs(piece, max(known, 0), len(piece.ranks))
-            if len(piece.ranks):
-                request.num_prompt_logprobs += len(piece.ranks)
-                pieces[int(row)] = piece
-        return pieces
 
     def _publish_full_blocks(self, slots: IntArray) -> None:
         """Name the blocks that this step completed, so that other requests find them."""

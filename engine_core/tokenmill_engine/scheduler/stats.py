@@ -23,6 +23,8 @@ class SchedulerCounters:
     prefix_cache_queries: int = 0
     """Tokens of admitted requests, each counted once."""
     prefix_cache_hits: int = 0
+    num_known_tokens: int = 0
+    """Generated tokens that nobody sampled, since nothing else could follow."""
 
     def count_preemption(self, request: Request, num_computed: int, shortage: str) -> None:
         """The request has lost its blocks, with `num_computed` tokens in them."""

@@ -28,6 +28,10 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> None:
         """The next token. Raises GrammarError if it may not follow, or what follows takes too long."""
 
+    def forced(self) -> list[int]:
+        """The tokens of a text that has to follow, as the tokenizer writes it; empty if there is a choice. No token at
+        the end of which the text may go on so that the tokenizer would write it otherwise."""
+
 
 class Grammar(Protocol):
     """A compiled grammar; requests with the same one share it."""

@@ -115,6 +115,10 @@ class GuidanceMatcher:
         if not self._matcher.consume_token(token_id):
             raise GrammarError(_report(self._matcher.get_error()))
 
+    def forced(self) -> list[int]:
+        """As `Matcher`."""
+        return self._matcher.compute_ff_tokens()
+
 
 class _Tokens:
     """A vocabulary as the library wants to see it."""

@@ -6,6 +6,10 @@ it. Where some are in flight the step is computed meanwhile as far as its logits
 retired and its tokens are taken in, while the device is still busy with that. What a request has generated stays in its
 state through a preemption, as its tokens do.
 
+Where a grammar leaves no choice about a text, the first token of it is all that the mask allows, and `known_tokens`
+tells the others, so that they are computed together (jump-forward). They are written as the tokenizer would, as models
+do it. Requests to which it matters what their tokens are go one by one.
+
 `min_tokens` and `ignore_eos` yield to the grammar: an end that it allows is put off, one that it demands is the end.
 """
 
@@ -19,7 +23,7 @@ from numpy.typing import NDArray
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_engine.errors import TokenmillError
-from tokenmill_engine.messages import FinishReason, StructuredSpec
+from tokenmill_engine.messages import FinishReason, SamplingParams, StructuredSpec
 from tokenmill_engine.outputs import StepPlan, TokenMasks
 from tokenmill_engine.request import Request, RequestState
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, Matcher
@@ -45,6 +49,7 @@ class _Output:
     put_off_always: NDArray[np.int64]
     """The same for as long as there are others."""
     min_tokens: int
+    may_jump: bool
     num_tokens: int = 0
     slot: int = -1
 
@@ -62,6 +67,8 @@ class StructuredRequests:
         self._by_slot: dict[int, _Output] = {}
         self._late: list[tuple[int, _Output]] | None = None
         """Rows of a plan whose masks are to follow."""
+        self._known: dict[int, list[int]] = {}
+        self._jumps = config.structured_output.jump_forward
         self._failures: list[Failure] = []
 
     @property
@@ -149,6 +156,12 @@ class StructuredRequests:
         rows, self._late = self._late or [], None
         return self._masks([(row, output) for row, output in rows if self._outputs.get(output.request_id) is output])
 
+    def known_tokens(self) -> dict[int, list[int]]:
+        """By row of the plan whose masks were made last: tokens that have to follow the one that it samples. They are
+        told once."""
+        known, self._known = self._known, {}
+        return known
+
     def take(self, request_ids: NDArray[np.int64], num_tokens: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """New tokens of a step: `num_tokens[i]` of request `request_ids[i]`, one after the other in `token_ids`."""
         if not self._outputs:
@@ -179,6 +192,7 @@ class StructuredRequests:
             put_off=np.union1d(ends, np.array(request.stop_token_ids, np.int64)),
             put_off_always=ends if sampling.ignore_eos else np.empty(0, np.int64),
             min_tokens=sampling.min_tokens,
+            may_jump=self._jumps and not _looks_at_tokens(sampling),
         )
         request.sampling = msgspec.structs.replace(sampling, min_tokens=0, ignore_eos=False)
         request.stop_token_ids = tuple(dict.fromkeys((*self._end_token_ids, *request.stop_token_ids)))
@@ -188,8 +202,14 @@ class StructuredRequests:
         if not rows:
             return None
         bits = np.zeros((len(rows), self._num_words), dtype=np.int32)
-        for index, (_, output) in enumerate(rows):
-            self._fill(bits, index, output)
+        for index, (row, output) in enumerate(rows):
+            forced = _forced(output)
+            if forced:
+                bits[index, forced[0] // 32] = _bits_of(np.array(forced[:1]))[0]
+            else:
+                self._fill(bits, index, output)
+            if len(forced) > 1:
+                self._known[row] = forced[1:]
         return TokenMasks(np.array([row for row, _ in rows], dtype=np.int32), bits)
 
     def _fill(self, bits: NDArray[np.int32], row: int, output: _Output) -> None:
@@ -221,6 +241,24 @@ class StructuredRequests:
         self.forget(output.request_id, FinishReason.ERROR)
         message = f"the grammar cannot be followed any further: {error}"
         self._failures.append((output.request_id, GrammarError(message, output.param)))
+
+
+def _looks_at_tokens(sampling: SamplingParams) -> bool:
+    """Whether it matters to a request by which tokens its text is written."""
+    excludes = sampling.allowed_token_ids is not None or sampling.bad_words_token_ids or sampling.logit_bias
+    return bool(excludes) or sampling.logprobs is not None
+
+
+def _forced(output: _Output) -> list[int]:
+    """Up to where it may end."""
+    if not output.may_jump:
+        return []
+    forced = output.matcher.forced()
+    if forced:
+        is_end = np.isin(forced, output.put_off)
+        if is_end.any():
+            return forced[: int(is_end.argmax())]
+    return forced
 
 
 def _bits_of(token_ids: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -93,6 +93,10 @@ class LimitedMatcher:
         """As `Matcher`."""
         self._matcher.fill(bits, row)
 
+    def forced(self) -> list[int]:
+        """As `Matcher`. While there is thinking to come, its tokens are counted one by one."""
+        return self._matcher.forced() if self._text is None else []
+
     def accept(self, token_id: int) -> None:
         """As `Matcher`."""
         self._matcher.accept(token_id)

@@ -10,6 +10,9 @@ from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
 from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
 from tokenmill_engine.vocabulary.token_bytes import build_token_bytes
 
+_FOLLOWERS = ("a", "0", " ", '"', ":", ",", "}", "\n")
+"""Of each kind of character one, and what often follows in JSON."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -23,7 +26,25 @@ class Vocabulary:
     backend: Backend
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a piece of text, none of them special."""
+        """Ids of a piece of text in the middle of another, none of them special; empty if they would not write it and
+        nothing else, as where it has the name of a special token."""
+        for before in ("", "\n"):  # Some tokenizers put a space in front of a text, but not in it.
+            num_before = len(self._ids(before))
+            token_ids = self._ids(before + text)[num_before:]
+            if b"".join(map(self.token_bytes.__getitem__, token_ids)) == text.encode():
+                return token_ids
+        return []
+
+    def encode_beginning(self, text: str) -> list[int]:
+        """The first of `encode(text)`: those that hardly any text behind it would change."""
+        beginning = self.encode(text)
+        for follower in _FOLLOWERS:
+            other = self.encode(text + follower)
+            same = [ours == theirs for ours, theirs in zip(beginning, other, strict=False)]
+            beginning = beginning[: same.index(False) if False in same else len(same)]
+        return beginning
+
+    def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -97,6 +97,9 @@ class SlotTables:
             for start in plan.starts:
                 self._start(start, writes)
         writes.extend((self._block_index(new.group, new.slot, new.start), new.block_ids) for new in plan.appends)
+        for new in plan.known:
+            writes.append((self._tokens_offset + new.slot * self.shape.max_len + new.start, new.token_ids))
+            writes.append((self._counts_offset + new.slot, [new.start + len(new.token_ids)]))
         return writes
 
     def delta_changes(self, deltas: Mapping[int, int]) -> list[Write]:

@@ -8,7 +8,7 @@ from tokenmill_server.flags.flag import Flag, Group
 
 _EXAMPLE = '{"backend": "guidance"}'
 _BACKENDS = ("auto", "xgrammar", "guidance")
-_SWITCHES = ("disable_any_whitespace", "disable_additional_properties", "enable_in_reasoning")
+_SWITCHES = ("disable_any_whitespace", "disable_additional_properties", "disable_jump_forward", "enable_in_reasoning")
 
 
 def parse_structured(value: Any) -> StructuredOutputConfig:
@@ -37,6 +37,7 @@ def parse_structured(value: Any) -> StructuredOutputConfig:
         backend=backend,
         any_whitespace=not value.get("disable_any_whitespace", False),
         additional_properties=not value.get("disable_additional_properties", True),
+        jump_forward=not value.get("disable_jump_forward", False),
     )
 
 
@@ -47,7 +48,8 @@ STRUCTURED = (
         parse_structured,
         None,
         "How outputs are made to follow a schema or grammar, as JSON: backend (auto, xgrammar or guidance, which is "
-        "llguidance; auto takes that, and xgrammar for structural tags and EBNF), and what requests may say too: "
+        "llguidance; auto takes that, and xgrammar for structural tags and EBNF), disable_jump_forward (true: "
+        "text that has to follow is sampled token by token like any other), and what requests may say too: "
         "disable_any_whitespace, disable_additional_properties (false: objects may have properties that the schema "
         "does not name)",
         "engine.structured_output",

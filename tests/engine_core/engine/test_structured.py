@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from tests.engine_core.worker.conftest import BLOCK_SIZE, NUM_SLOTS, tiny_engine
 from tests.support.core_requests import CoreRequests
 from tests.support.generations import prompts
 from tests.support.grammars import spec
-from tokenmill_engine.config.engine import CacheConfig, SchedulerConfig
+from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, SchedulerConfig
+from tokenmill_engine.config.structured_output import StructuredOutputConfig
 from tokenmill_engine.engine import Executor
 from tokenmill_engine.errors import EngineError
 from tokenmill_engine.executor.uniproc import UniprocExecutor
@@ -26,6 +28,15 @@ from tokenmill_engine.vocabulary.vocabulary import read_vocabulary
 pytestmark = pytest.mark.slow
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", 5]}}, "required": ["b"]}
+RECORD = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 4},
+        "is_complete": {"type": "boolean"},
+        "kind": {"enum": ["residential", "commercial"]},
+    },
+    "required": ["first_name", "is_complete", "kind"],
+}
 WANTED: list[StructuredSpec | None] = [
     None,
     spec("regex", "[a-f]{3,9}-[0-9]{2}"),
@@ -33,16 +44,26 @@ WANTED: list[StructuredSpec | None] = [
     spec("choice", ["one", "two", "seven"]),
     None,
     spec("regex", "(ab|c){40,}"),
+    spec("json", RECORD, any_whitespace=False),
 ]
-TEMPERATURES = (0.0, 0.9, 1.3, 2.0, 1.0, 0.7)
+TEMPERATURES = (0.0, 0.9, 1.3, 2.0, 1.0, 0.7, 1.1)
 
 
 @contextmanager
-def running_core(*, ahead: bool, budget: int = 512, num_blocks: int = 64) -> Iterator[CoreRequests]:
+def running_core(
+    *,
+    ahead: bool,
+    budget: int = 512,
+    num_blocks: int = 64,
+    jumps: bool = True,
+    device: DeviceConfig | None = None,
+) -> Iterator[CoreRequests]:
     config = tiny_engine_config(
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks),
         scheduler=SchedulerConfig(NUM_SLOTS, budget, explicit_budget=True, async_scheduling=ahead),
     )
+    config = replace(config, structured_output=StructuredOutputConfig(jump_forward=jumps))
+    config = config if device is None else replace(config, device=device)
     executor = UniprocExecutor(config)
     core = CoreRequests(config, executor, executor.initialize())
     try:
@@ -81,7 +102,7 @@ def generate(core: CoreRequests, first: int) -> list[list[int]]:
             ),
         )
         for number, (prompt, wanted, temperature) in enumerate(
-            zip(prompts()[:6], WANTED, TEMPERATURES, strict=True), start=1
+            zip(prompts()[: len(WANTED)], WANTED, TEMPERATURES, strict=True), start=1
         )
     ]
     told = core.run_until_finished(ids)
@@ -92,6 +113,7 @@ def generate(core: CoreRequests, first: int) -> list[list[int]]:
     assert text(outputs[3]) in ("one", "two", "seven")
     assert told[5].finishes == [FinishReason.LENGTH]
     assert set(text(outputs[5])) <= set("abc")
+    assert set(json.loads(text(outputs[6]))) == set(RECORD["required"])
     return outputs
 
 
@@ -108,6 +130,90 @@ def test_steps_ahead_chunks_and_preemptions_change_no_token(caplog: pytest.LogCa
             assert bool(core.core.scheduler.counters.num_preemptions) == ("num_blocks" in options)
     assert outputs[1:] == outputs[:1] * 7
     assert not caplog.records
+
+
+def test_text_that_has_to_follow_takes_fewer_steps_and_is_what_it_would_be() -> None:
+    """What comes behind it too. Here a text can hardly be written by other tokens."""
+    outputs, steps = [], []
+    for jumps in (True, False):
+        with watched_core(ahead=True, jumps=jumps) as (core, watched):
+            outputs.append(generate(core, 0))
+            steps.append(len(watched.plans))
+            known = [token for plan in watched.plans for append in plan.known for token in append.token_ids]
+            assert core.core.scheduler.counters.num_known_tokens == len(known)
+            assert bool(known) == jumps
+    assert outputs[0] == outputs[1]
+    assert steps[0] < steps[1] - 20
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_output_ends_in_the_middle_of_what_has_to_follow(ahead: bool) -> None:
+    """By its length, and at a token that the request names; the slot is another request's at once."""
+    whole = read_tokens("abcdefghijklmnopqrstuvwxyz")
+    wanted = spec("regex", "abcdefghijklmnopqrstuvwxyz")
+    with running_core(ahead=ahead) as core:
+        for first in (1, 101):
+            short = core.add(first, [5, 6, 7], SamplingParams(max_tokens=4, structured=wanted))
+            stopped = core.add(
+                first + 1,
+                [5, 6, 7],
+                SamplingParams(max_tokens=60, structured=wanted, stop_token_ids=(whole[5],)),
+            )
+            late = core.add(
+                first + 2,
+                [5, 6, 7],
+                SamplingParams(max_tokens=60, min_tokens=8, structured=wanted, stop_token_ids=(whole[5],)),
+            )
+            told = core.run_until_finished([short, stopped, late])
+            # A token that has to come ends the output also before `min_tokens`.
+            assert [each.tokens for each in told] == [whole[:4], whole[:6], whole[:6]]
+            assert [each.finishes for each in told] == [[FinishReason.LENGTH], [FinishReason.STOP], [FinishReason.STOP]]
+
+
+LOOKING: list[dict[str, Any]] = [
+    {"logprobs": 0},
+    {"logit_bias": {5: 1.0}},
+    {"bad_words_token_ids": ((5,),)},
+    {"allowed_token_ids": tuple(range(400))},
+]
+
+
+@pytest.mark.parametrize("asked", LOOKING, ids=lambda asked: next(iter(asked)))
+def test_who_asks_about_tokens_gets_them_one_by_one(asked: dict[str, Any]) -> None:
+    with watched_core(ahead=True) as (core, watched):
+        wanted = spec("choice", ["abcdefghijklmnopqrstuvwxyz"])
+        (told,) = core.run_until_finished(
+            [core.add(1, [5, 6, 7], SamplingParams(max_tokens=12, structured=wanted, **asked))]
+        )
+    assert not any(plan.known for plan in watched.plans)
+    assert len(told.tokens) == 12
+    if "logprobs" in asked:
+        assert len(told.logprobs) == 12
+
+
+def test_who_leaves_before_what_has_to_follow_is_written_leaves_nothing() -> None:
+    """Neither to the next request in the slot nor in a step that fails."""
+    forced = SamplingParams(max_tokens=40, structured=spec("regex", "(abcdefghijklmnopqrstuvwxyz[0-9])+"))
+    free = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    with watched_core(ahead=True) as (core, watched):
+        alone = core.run_until_finished([core.add(number, [5, 6, number], free) for number in range(1, 9)])
+        core.run()
+        for index in range(1, 9):
+            leaving = [core.add(10 * index + 100 + number, [5, 6, 7], forced) for number in range(8)]
+            while not core.core.scheduler.num_unfinished:
+                core._woken.get(timeout=60)
+                core.step()
+            for _ in range(index % 4):
+                core.step()
+            if index % 2:
+                core.core.handle(AbortRequests(leaving))
+            else:
+                watched.failing.add(watched.plans[-1].step)
+            told = core.run_until_finished(
+                [core.add(1000 * index + number, [5, 6, number], free) for number in range(1, 9)]
+            )
+            assert [each.tokens for each in told] == [each.tokens for each in alone]
+            core.run()
 
 
 def test_one_that_goes_while_it_waits_leaves_nothing(core: CoreRequests) -> None:
@@ -204,7 +310,7 @@ def watched_core(**options: Any) -> Iterator[tuple[CoreRequests, _Watched]]:
 def test_masks_are_of_rows_that_sample(ahead: bool) -> None:
     """Of the last chunk of a prompt, and of every step after it but the one behind the last token."""
     with watched_core(ahead=ahead, budget=16) as (core, watched):
-        wanted = spec("choice", ["aaaaaaaaaaaa"])
+        wanted = spec("regex", "[a-c]{40}")
         bound = core.add(1, [5] * 100, SamplingParams(max_tokens=3, structured=wanted))
         free = core.add(2, [6] * 8, SamplingParams(max_tokens=3, ignore_eos=True))
         core.run_until_finished([bound, free])
@@ -279,6 +385,9 @@ def test_a_token_that_a_grammar_refuses_ends_its_request_alone() -> None:
 
         def fill(self, bits: NDArray[np.int32], row: int) -> None:
             self._matcher.fill(bits, row)
+
+        def forced(self) -> list[int]:
+            return self._matcher.forced()
 
         def accept(self, token_id: int) -> None:
             self._left -= 1

@@ -1,6 +1,7 @@
 """Random traffic on tiny pools: every request gets exactly the tokens it would get alone, and nothing leaks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -27,6 +28,8 @@ class Arrival:
     cache_salt: str | None
     abort_after: int | None
     media: tuple[MediaItem, ...] = ()
+    known: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """As in `solo_run`."""
 
 
 LARGEST_IMAGE = 6
@@ -60,6 +63,7 @@ def arrivals(draw: st.DrawFn, longest: int, largest_image: int = 0) -> Arrival:
         logprobs=draw(st.sampled_from([None, None, 0, 2])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
     )
+    foreseen = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6)
     return Arrival(
         step=draw(st.integers(0, 12)),
         prompt=prompt,
@@ -68,6 +72,7 @@ def arrivals(draw: st.DrawFn, longest: int, largest_image: int = 0) -> Arrival:
         cache_salt=draw(st.sampled_from([None, None, "salt"])),
         abort_after=draw(st.none() | st.none() | st.integers(0, 10)),
         media=media,
+        known={} if sampling.logprobs is not None else draw(st.dictionaries(st.integers(0, 9), foreseen, max_size=3)),
     )
 
 
@@ -106,7 +111,7 @@ def traffic(draw: st.DrawFn, num_stages: int = 1, with_images: bool = False) -> 
 
 def check_told(driver: Driver, request_id: int, arrival: Arrival, aborted: bool) -> None:
     told = driver.told[request_id]
-    tokens, reason = solo_run(arrival.prompt, arrival.sampling, driver.max_model_len, arrival.media)
+    tokens, reason = solo_run(arrival.prompt, arrival.sampling, driver.max_model_len, arrival.media, arrival.known)
     num_prompt = len(arrival.prompt)
     prompt_positions = list(range(1, num_prompt)) if arrival.sampling.prompt_logprobs is not None else []
     positions = range(num_prompt, num_prompt + len(told.tokens))
@@ -148,6 +153,7 @@ def check_traffic(case: tuple[Setting, list[Arrival]], *, shares: bool = False) 
                     0.0,
                     arrival.cache_salt,
                     shared_by(request_id, arrival.media) if shares else arrival.media,
+                    arrival.known,
                 )
                 if arrival.abort_after is not None:
                     aborts.setdefault(step + arrival.abort_after, []).append(request_id)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import deque
 from typing import Any
 
 import jsonschema
@@ -90,6 +91,43 @@ def test_outputs_follow_the_schema(
     output = random_output(compiled(backend, wanted), random.Random(seed))
     if output is not None:
         jsonschema.validate(json.loads(output), schema)
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "guidance"])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(schema=schemas, seed=st.integers(0, 2**32), whitespace=st.booleans())
+def test_what_is_forced_is_all_that_may_follow(
+    name: str, schema: Any, seed: int, whitespace: bool, request: pytest.FixtureRequest
+) -> None:
+    """Token by token, wherever an output has come to."""
+    backend: CompilingBackend = request.getfixturevalue(name)
+    wanted = spec("json", schema, any_whitespace=whitespace)
+    if refusal(backend, wanted) is not None:
+        return
+    grammar = compiled(backend, wanted)
+    output = random_output(grammar, random.Random(seed))
+    if output is None:
+        return
+    matcher, forced = grammar.matcher(), deque[int]()
+    for byte in output.encode():
+        told = matcher.forced()
+        assert told[: len(forced)] == list(forced)[: len(told)]
+        forced.extend(told[len(forced) :])
+        if forced:
+            assert np.flatnonzero(allowed_tokens(matcher)).tolist() == [byte]
+            assert forced.popleft() == byte
+        matcher.accept(byte)
+    assert not forced
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "guidance"])
+def test_names_of_properties_are_forced(name: str, request: pytest.FixtureRequest) -> None:
+    grammar = compiled(request.getfixturevalue(name), spec("json", PERSON, any_whitespace=False))
+    matcher = grammar.matcher()
+    assert bytes(matcher.forced()).startswith(b'{"name":')
+    for byte in b'{"name": "':
+        matcher.accept(byte)
+    assert matcher.forced() == []
 
 
 @pytest.mark.parametrize(

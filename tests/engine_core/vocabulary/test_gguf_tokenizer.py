@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.vocabulary.gguf_tokenizer import build_gguf_tokenizer
+from tokenmill_engine.vocabulary.token_bytes import build_token_bytes
+from tokenmill_engine.vocabulary.vocabulary import Vocabulary
 from tokenmill_server.processing.tokenizer import Tokenizer
 
 _ALPHABET = "abc"
@@ -69,6 +71,28 @@ def test_sentencepiece_spells_unknown_characters_in_bytes() -> None:
 def test_sentencepiece_without_space_prefix_and_bos() -> None:
     metadata = sentencepiece(add_space_prefix=False, add_bos_token=False)
     assert build_gguf_tokenizer(metadata, "test.gguf").encode("ab c").tokens == ["ab", "▁", "c"]
+
+
+def test_pieces_of_text_are_written_exactly_or_not_at_all() -> None:
+    """Without the space in front of the first one, and without special tokens."""
+    backend = build_gguf_tokenizer(sentencepiece(), "test.gguf")
+    written = build_token_bytes(backend)
+    special = backend.token_to_id("</s>")
+    written[special] = b""
+    vocabulary = Vocabulary(written, frozenset({special}), (special,), backend)
+    for text in ("ab", " ab", "c ab", "é"):
+        assert b"".join(written[token_id] for token_id in vocabulary.encode(text)) == text.encode()
+    assert vocabulary.encode("ab") == [backend.token_to_id("ab")]
+    assert vocabulary.encode("ab</s>") == []
+
+
+def test_the_beginning_of_a_text_is_what_others_leave_as_it_is() -> None:
+    backend = build_gguf_tokenizer(sentencepiece(), "test.gguf")
+    vocabulary = Vocabulary(build_token_bytes(backend), frozenset(), (), backend)
+    assert vocabulary.encode_beginning("bc") == vocabulary.encode("bc") == [backend.token_to_id("bc")]
+    # What an "a" behind it would be written with.
+    assert vocabulary.encode_beginning("b c") == vocabulary.encode("b c")[:-1]
+    assert vocabulary.encode_beginning("c") == vocabulary.encode_beginning("") == []
 
 
 def test_sentencepiece_prefixes_each_part_between_special_tokens() -> None:

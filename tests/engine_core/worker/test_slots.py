@@ -1,13 +1,14 @@
 """The slot tables hold what plans brought, whichever way it crosses to the device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from tokenmill_engine.messages import SamplingParams
-from tokenmill_engine.outputs import BlockAppend, SlotStart, StepPlan
+from tokenmill_engine.outputs import BlockAppend, SlotStart, StepPlan, TokenAppend
 from tokenmill_engine.sampling.tokens import Rows
 from tokenmill_engine.worker.cuda_writes import ScatterWriter
 from tokenmill_engine.worker.slots import SlotShape, SlotTables
@@ -94,6 +95,17 @@ def test_starts_and_appends_reach_their_rows(written: Tables) -> None:
     assert tables.sampling.integers[2].tolist() == [SHAPE.vocab_size, 2]
     assert tables.sampling.floats[2].tolist() == [0.5, 1.0, 0.0, 1.0, 0.0, 0.0]
     assert tables.sampling.floats[1].tolist() == [0.0] * 6
+
+
+def test_known_tokens_follow_those_that_are_there(written: Tables) -> None:
+    tables = written.tables
+    written.apply(plan([start(2, [5, 6, 7], 2, 1, ([11], [21])), start(0, [9], 1, 0, ([13], []))], []))
+    tables.tokens.token_ids[2, 3], tables.tokens.num_tokens[2] = 8, 4  # sampled
+    written.apply(replace(plan([], []), known=[TokenAppend(2, 4, list(range(30, 42))), TokenAppend(0, 1, [3])]))
+    assert tables.tokens.token_ids[2, :17].tolist() == [5, 6, 7, 8, *range(30, 42), 0]
+    assert tables.tokens.token_ids[0, :3].tolist() == [9, 3, 0]
+    assert tables.tokens.num_tokens.tolist() == [2, 0, 16, 0]
+    assert tables.num_computed.tolist() == [0, 0, 1, 0]
 
 
 def test_a_slot_can_be_started_again(written: Tables) -> None:

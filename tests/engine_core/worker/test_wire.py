@@ -19,6 +19,7 @@ from tokenmill_engine.outputs import (
     StepMedia,
     StepPlan,
     StepResult,
+    TokenAppend,
     TokenMasks,
 )
 from tokenmill_engine.worker.wire import (
@@ -52,6 +53,7 @@ def full_plan() -> StepPlan:
         "num_decodes": 1,
         "starts": [start],
         "appends": [BlockAppend(1, 0, 3, [8, 9]), BlockAppend(1, 1, 2, [])],
+        "known": [TokenAppend(1, 71, [5, 6])],
         "media": StepMedia([3], [image], [PlaceholderRows(1, 4, 4, 8, 0)]),
         "masks": MASKS,
         "masks_follow": True,

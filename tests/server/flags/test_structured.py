@@ -11,6 +11,7 @@ def test_json_and_mappings() -> None:
     parsed = parse_structured({"backend": "xgrammar", "disable_additional_properties": False})
     assert parsed == StructuredOutputConfig("xgrammar", additional_properties=True)
     assert parse_structured(parsed) is parsed
+    assert not parse_structured({"disable_jump_forward": True}).jump_forward
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ def test_json_and_mappings() -> None:
         ({"backend": "outlines"}, "xgrammar, guidance"),
         ({"beckend": "auto"}, "'beckend' is not known"),
         ({"disable_any_whitespace": "yes"}, "disable_any_whitespace is true or false"),
+        ({"disable_jump_forward": 1}, "disable_jump_forward is true or false"),
         ({"enable_in_reasoning": True}, "enable_in_reasoning is false"),
     ],
 )

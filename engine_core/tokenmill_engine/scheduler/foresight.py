@@ -1,0 +1,62 @@
+"""Tokens that are known before anybody samples them: a grammar leaves no choice (jump-forward).
+
+They stand behind the token that a step under way yields. So the next step computes them all at once, as a chunk, while
+that step still runs; its result brings them along.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tokenmill_engine.outputs import StepPlan, StepResult, TokenAppend
+from tokenmill_engine.scheduler.slots import SlotTable
+
+
+class Foresight:
+    """What is known of the rows of one scheduler."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._by_step: dict[int, dict[int, list[int]]] = {}
+        """Tokens behind the one that a row yields."""
+        self._appends: list[tuple[int, TokenAppend]] = []
+        """Those that no plan has brought to the workers, with the epoch of the slot."""
+
+    def add(self, plan: StepPlan, known: Mapping[int, Sequence[int]]) -> None:
+        """The token of each row in `known` is followed by these. `plan` is the one made last; its rows are of requests
+        that still run. What would exceed the length of the output is left out."""
+        table = self._table
+        kept: dict[int, list[int]] = {}
+        for row, token_ids in known.items():
+            slot = int(plan.slots[row])
+            start = int(table.num_tokens[slot])
+            fitting = list(token_ids[: int(table.max_total[slot]) - start])
+            if fitting:
+                kept[row] = fitting
+                table.num_tokens[slot] = start + len(fitting)
+                self._appends.append((int(table.epochs[slot]), TokenAppend(slot, start, fitting)))
+        if kept:
+            self._by_step[plan.step] = kept
+
+    def appends(self) -> list[TokenAppend]:
+        """What the next plan has to bring, without what is of requests that have left. It is not given again."""
+        if not self._appends:
+            return []
+        appends, self._appends = self._appends, []
+        return [append for epoch, append in appends if self._table.epochs[append.slot] == epoch]
+
+    def completed(self, plan: StepPlan, result: StepResult) -> tuple[StepResult, int]:
+        """`result` with what is known to follow its tokens, and how many tokens that are."""
+        known = self._by_step.pop(plan.step, {})
+        known = {row: token_ids for row, token_ids in known.items() if result.num_new[row]}
+        if not known:
+            return result, 0
+        num_new = result.num_new.copy()
+        width = max(int(num_new[row]) + len(token_ids) for row, token_ids in known.items())
+        completed = np.full((plan.num_reqs, max(width, result.token_ids.shape[1])), -1, dtype=np.int32)
+        completed[:, : result.token_ids.shape[1]] = result.token_ids
+        for row, token_ids in known.items():
+            completed[row, num_new[row] : num_new[row] + len(token_ids)] = token_ids
+            num_new[row] += len(token_ids)
+        return replace(result, token_ids=completed, num_new=num_new), sum(map(len, known.values()))
