@@ -34,6 +34,8 @@ from tokenmill_server.token_latencies import TokenLatencies
 logger = logging.getLogger(__name__)
 
 _MAX_SEED = 2**63 - 1
+_STARTED_AT_A_TIME = 32
+"""Requests that one turn of the event loop starts: a few milliseconds."""
 
 
 class TextGenerator:
@@ -159,16 +161,19 @@ class TextGenerator:
         """
         started: list[tuple[Generation, Collector]] = []
         try:
-            for request in requests:
+            for index, request in enumerate(requests, start=1):
                 collector = Collector()
                 started.append((self.start(request, collector, pinned_engine), collector))
+                if index % _STARTED_AT_A_TIME == 0:
+                    await asyncio.sleep(0)
             await all_done([collector for _, collector in started])
-            if requests and requests[0].sampling.prompt_logprobs is not None:
+            if len(requests) > _STARTED_AT_A_TIME or (requests and requests[0].sampling.prompt_logprobs is not None):
                 return await asyncio.to_thread(_results, started)
             return _results(started)
         finally:
-            for generation, _ in started:
+            for generation, collector in started:
                 self.close_generation(generation)
+                collector.leave()
 
     def engine_lost(self, lost: EngineLost) -> None:
         """Fails everything that is open on an engine that is gone, and counts it."""

@@ -4,18 +4,13 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.types import Message
 
-from tests.support.api_server import MODEL_NAME, engine_config
-from tokenmill_server.api_process import build_context
+from tests.support.asgi import make_context, send
 from tokenmill_server.app import create_app
-from tokenmill_server.config import ServerConfig
 from tokenmill_server.context import ServerContext
-from tokenmill_server.control import ApiServerStart
-from tokenmill_server.readiness import Phase
 
 BODY = b'{"prompt": [1, 2, 3], "max_tokens": 1, "stream": true}'
 
@@ -24,39 +19,15 @@ BODY = b'{"prompt": [1, 2, 3], "max_tokens": 1, "stream": true}'
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerContext]:
     """Of a server whose engine is not there."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    server = ServerConfig(served_model_names=(MODEL_NAME,))
-    context = build_context(ApiServerStart(0, 0, str(tmp_path), 0, server, engine_config()))
-    context.readiness.move(Phase.READY)
+    context = make_context(tmp_path)
     yield context
     context.generator.disconnect()
 
 
-def ask(context: ServerContext, method: str = "POST", path: str = "/v1/completions") -> tuple[list[Message], Any]:
-    """What the application sends for one request, and what it raises."""
-
-    async def run() -> tuple[list[Message], Any]:
-        sent: list[Message] = []
-        received = iter([{"type": "http.request", "body": BODY, "more_body": False}])
-
-        async def receive() -> Message:
-            message = next(received, None)
-            if message is None:
-                await asyncio.Event().wait()
-            assert message is not None
-            return message
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "root_path": ""}
-        scope |= {"headers": [(b"content-type", b"application/json")], "http_version": "1.1", "state": {}}
-        try:
-            await create_app(context)(scope, receive, send)
-        except Exception as error:
-            return sent, error
-        return sent, None
-
-    return asyncio.run(run())
+def ask(
+    context: ServerContext, method: str = "POST", path: str = "/v1/completions"
+) -> tuple[list[Message], Exception | None]:
+    return asyncio.run(send(create_app(context), method, path, BODY))
 
 
 def test_an_error_of_the_request_is_answered(context: ServerContext) -> None:

@@ -1,6 +1,7 @@
 """The engine client and the generator against an engine that speaks the real protocol."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -51,11 +52,11 @@ async def test_a_wake_up_is_between_two_calls_however_many_requests_it_served(to
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 async def test_many_at_once_over_two_engines(tokenizer: Tokenizer, tokens_per_step: int) -> None:
     async with generating(tokenizer, 2, tokens_per_step=tokens_per_step) as (generator, engines):
-        texts = [f"word {index} and more" for index in range(40)]
+        texts = [f"word {index} and more" for index in range(30)]
         outputs = await generator.complete_all([request(tokenizer, text, max_tokens=20) for text in texts])
         for text, output in zip(texts, outputs, strict=True):
             assert output.outputs[0].token_ids == echo_tokens(tokenizer.encode(text), 20)
-        assert [len(engine.added) for engine in engines] == [20, 20]
+        assert [len(engine.added) for engine in engines] == [15, 15]
 
 
 async def test_choices_of_a_seed_differ_and_repeat(tokenizer: Tokenizer) -> None:
@@ -126,6 +127,37 @@ async def test_death_of_an_engine_fails_its_requests_at_once(tokenizer: Tokenize
         assert (await kept).outputs[0].finish_reason is FinishReason.LENGTH
         with pytest.raises(EngineUnavailableError, match="engine core 0 was killed"):
             await generator.complete(request(tokenizer, "one"), 0)
+
+
+async def test_others_have_their_turn_while_very_many_are_started(tokenizer: Tokenizer) -> None:
+    async with generating(tokenizer) as (generator, _):
+        starting = asyncio.create_task(generator.complete_all([request(tokenizer, "one", max_tokens=10**6)] * 100))
+        numbers = []
+        while generator.num_open < 100:
+            numbers.append(generator.num_open)
+            await asyncio.sleep(0)
+        assert numbers[-1] > numbers[1] > 0
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert generator.num_open == 0
+
+
+async def test_an_engine_that_dies_while_very_many_are_started(tokenizer: Tokenizer) -> None:
+    """Nothing stays open, and no failure that nobody has looked at."""
+    overlooked: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: overlooked.append(context))
+    async with generating(tokenizer) as (generator, _):
+        starting = asyncio.create_task(generator.complete_all([request(tokenizer, "one", max_tokens=10**6)] * 100))
+        while not generator.num_open:
+            await asyncio.sleep(0)
+        assert generator.num_open < 100
+        generator.engine_lost(EngineLost(0, 0, "engine core 0 was killed"))
+        with pytest.raises(EngineDeadError, match="engine core 0 was killed"):
+            await starting
+        assert generator.num_open == 0
+    del starting
+    gc.collect()
+    assert overlooked == []
 
 
 async def test_a_listener_that_raises_fails_its_request_alone(tokenizer: Tokenizer) -> None:

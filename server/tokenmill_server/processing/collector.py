@@ -38,6 +38,11 @@ class Collector:
         """What went wrong, if anything has."""
         return self.done.exception() if self.done.done() else None
 
+    def leave(self) -> None:
+        """Nobody waits: what went wrong is no fault that was overlooked."""
+        if not self.done.cancel() and not self.done.cancelled():
+            self.done.exception()
+
     def result(self, generation: Generation) -> RequestOutput:
         """The output, once `done`."""
         request = generation.request

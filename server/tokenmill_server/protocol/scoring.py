@@ -61,11 +61,11 @@ class RerankRequest(PoolingFields):
             documents = None
         return self.query, _texts("documents", documents)
 
-    def num_wanted(self) -> int | None:
-        """None: all."""
+    def check_common(self) -> None:
+        """As in `CommonFields`."""
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequestError(f"top_n must be at least 0, got {self.top_n}", "top_n")
-        return self.top_n or None
+        super().check_common()
 
 
 def score_reply(head: ReplyHead, scores: Sequence[float], usage: Json) -> Json:
@@ -80,13 +80,13 @@ def score_reply(head: ReplyHead, scores: Sequence[float], usage: Json) -> Json:
 
 
 def rerank_reply(
-    head: ReplyHead, documents: Sequence[str], scores: Sequence[float], num_wanted: int | None, shows: bool, usage: Json
+    head: ReplyHead, fields: RerankRequest, documents: Sequence[str], scores: Sequence[float], usage: Json
 ) -> Json:
-    """The best first; of equal ones the first."""
-    order = sorted(range(len(scores)), key=lambda index: -scores[index])[:num_wanted]
+    """The best first; of equal ones the first. `documents`: as texts."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: fields.top_n or None]
     results: list[Json] = []
     for index in order:
-        document = {"document": {"text": documents[index]}} if shows else {}
+        document = {} if fields.return_documents is False else {"document": {"text": documents[index]}}
         results.append({"index": index, **document, "relevance_score": scores[index]})
     return {"id": head.id, "model": head.model, "results": results, "usage": usage}
 

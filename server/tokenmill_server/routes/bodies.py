@@ -58,7 +58,7 @@ def json_reply(body: Any, headers: dict[str, str] | None = None) -> Response:
 
 
 async def large_json_reply(build: Callable[[], Json], num_values: int, headers: dict[str, str]) -> Response:
-    """`json_reply(build())`. An answer with many log-probabilities is made in a thread: others need not wait for it."""
+    """`json_reply(build())`. An answer of many numbers is made in a thread: others need not wait for it."""
     if num_values <= _MAX_INLINE_VALUES:
         return json_reply(build(), headers)
     return await asyncio.to_thread(lambda: json_reply(build(), headers))

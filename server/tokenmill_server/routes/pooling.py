@@ -1,12 +1,13 @@
 """What the routes of models that make vectors do alike."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
 from fastapi import Request
 
 from tokenmill_server.context import ServerContext
-from tokenmill_server.processing.generation import RequestOutput
+from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
 from tokenmill_server.processing.input_processor import Prompt
 from tokenmill_server.processing.vectors import VectorInputs
 from tokenmill_server.protocol.fields import ignored_fields
@@ -17,6 +18,9 @@ from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.requests import Call, begin_call
 
 FieldsT = TypeVar("FieldsT", bound=PoolingFields)
+
+_MAX_INLINE = 256
+"""Requests that are built without a thread: a few milliseconds."""
 
 
 async def open_pooling_call(request: Request, model: type[FieldsT]) -> tuple[Call, FieldsT]:
@@ -30,17 +34,20 @@ async def open_pooling_call(request: Request, model: type[FieldsT]) -> tuple[Cal
 async def run_prompts(call: Call, prompts: Sequence[Prompt]) -> list[RequestOutput]:
     """What the engine makes of prompts, in their order. Raises as `Call.complete`, and for prompts that are wrong."""
     vectors = vectors_of(call.context)
-    requests = [
-        vectors.build(
-            prompt,
-            label=call.request_id,
-            arrival_time=call.arrival_time,
-            priority=call.priority,
-            deadline=call.deadline,
-        )
-        for prompt in prompts
-    ]
-    return await call.complete(requests)
+
+    def build() -> list[GenerationRequest]:
+        return [
+            vectors.build(
+                prompt,
+                label=call.request_id,
+                arrival_time=call.arrival_time,
+                priority=call.priority,
+                deadline=call.deadline,
+            )
+            for prompt in prompts
+        ]
+
+    return await call.complete(build() if len(prompts) <= _MAX_INLINE else await asyncio.to_thread(build))
 
 
 def vectors_of(context: ServerContext) -> VectorInputs:

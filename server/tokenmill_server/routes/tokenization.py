@@ -1,6 +1,7 @@
 """POST /tokenize, POST /detokenize and GET /tokenizer_info"""
 
 import asyncio
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ async def tokenizer_info(request: Request) -> Response:
     return json_reply({**facts, "chat_template": None if template is None else template.source})
 
 
+@cache
 def _configuration(tokenizer: Path) -> dict[str, Any]:
-    """That of its folder; of a GGUF file what the header has of it."""
+    """That of its folder; of a GGUF file what the header has of it, which is long. Read when it is first asked for; a
+    server has the tokenizer that it has loaded, whatever becomes of the files."""
     if is_gguf(tokenizer):
         _, bos_token, eos_token = read_tokenizer_facts(tokenizer)
         return {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos_token, "eos_token": eos_token}
