@@ -64,7 +64,7 @@ def fields_by_kind(output_len: int) -> dict[str, dict[str, Any]]:
     return {
         _FREE: {},
         "json_schema": {"structured_outputs": {"json": schema}},
-        "json_records": {"structured_outputs": {"json": records}},
+        "json_records": {"structured_outputs": {"json": records, "disable_any_whitespace": True}},
         "logprobs": {"logprobs": 5},
     }
 

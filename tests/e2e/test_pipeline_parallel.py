@@ -32,7 +32,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
     {"temperature": 0, "logit_bias": {"17": 4, "40": -100}, "min_tokens": 9, "stop": ["e"]},
     {"temperature": 0, "logprobs": 1, "prompt_logprobs": 2},
-    {"temperature": 1.0, "seed": 8, "structured_outputs": {"regex": "([a-m]|[0-9 ]{3}){200}"}},
+    {"temperature": 1.0, "seed": 8, "structured_outputs": {"regex": "([a-m] after that |[0-9 ]{3}){200}"}},
 ]
 
 
@@ -81,6 +81,7 @@ def test_answers_are_those_of_a_model_in_one_piece(staged: Server, tiny_server: 
             assert choice["finish_reason"] == expected["finish_reason"]
             check_logprobs(choice, expected)
     assert any(choice.get("prompt_logprobs") for answer in found for choice in answer["choices"])
+    assert staged.metric("known_tokens_total") > 0
     wait_until_idle(staged)
 
 

@@ -26,6 +26,7 @@ from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.messages import FinishReason, SamplingParams, StructuredSpec
 from tokenmill_engine.outputs import StepPlan, TokenMasks
 from tokenmill_engine.request import Request, RequestState
+from tokenmill_engine.structured_output.filling import MaskFiller
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, Matcher
 from tokenmill_engine.structured_output.store import GrammarStore
 
@@ -60,6 +61,7 @@ class StructuredRequests:
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         """`wake` is called, in another thread, when `ready` has something new."""
         self._store = GrammarStore(config, wake)
+        self._filler = MaskFiller(computes_here=config.device.kind == "cpu")
         self._end_token_ids = config.model.eos_token_ids
         self._num_words = -(-config.model.architecture.vocab_size // 32)
         self._waiting: dict[int, tuple[Request, StructuredSpec]] = {}
@@ -202,29 +204,23 @@ class StructuredRequests:
         if not rows:
             return None
         bits = np.zeros((len(rows), self._num_words), dtype=np.int32)
+        free: list[tuple[int, _Output]] = []
         for index, (row, output) in enumerate(rows):
             forced = _forced(output)
-            if forced:
-                bits[index, forced[0] // 32] = _bits_of(np.array(forced[:1]))[0]
-            else:
-                self._fill(bits, index, output)
+            if not forced:
+                free.append((index, output))
+                continue
+            bits[index, forced[0] // 32] = _bits_of(np.array(forced[:1]))[0]
             if len(forced) > 1:
                 self._known[row] = forced[1:]
+        failures = self._filler.fill(bits, [(index, output.matcher) for index, output in free])
+        for index, output in free:
+            if index in failures:
+                self._fail(output, failures[index])
+                bits[index] = -1
+            else:
+                _put_off_ends(bits[index], output)
         return TokenMasks(np.array([row for row, _ in rows], dtype=np.int32), bits)
-
-    def _fill(self, bits: NDArray[np.int32], row: int, output: _Output) -> None:
-        try:
-            output.matcher.fill(bits, row)
-        except GrammarError as error:
-            self._fail(output, error)
-            bits[row] = -1
-            return
-        put_off = output.put_off if output.num_tokens < output.min_tokens else output.put_off_always
-        if len(put_off):
-            others = bits[row].copy()
-            np.bitwise_and.at(others, put_off // 32, ~_bits_of(put_off))
-            if others.any():
-                bits[row] = others
 
     def _accept(self, output: _Output, token_ids: list[int]) -> None:
         for token_id in token_ids:
@@ -259,6 +255,16 @@ def _forced(output: _Output) -> list[int]:
         if is_end.any():
             return forced[: int(is_end.argmax())]
     return forced
+
+
+def _put_off_ends(bits: NDArray[np.int32], output: _Output) -> None:
+    """Of the tokens that may follow next, unless there are no others."""
+    put_off = output.put_off if output.num_tokens < output.min_tokens else output.put_off_always
+    if len(put_off):
+        others = bits.copy()
+        np.bitwise_and.at(others, put_off // 32, ~_bits_of(put_off))
+        if others.any():
+            bits[:] = others
 
 
 def _bits_of(token_ids: NDArray[np.int64]) -> NDArray[np.int32]:

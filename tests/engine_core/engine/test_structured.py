@@ -134,16 +134,16 @@ def test_steps_ahead_chunks_and_preemptions_change_no_token(caplog: pytest.LogCa
 
 def test_text_that_has_to_follow_takes_fewer_steps_and_is_what_it_would_be() -> None:
     """What comes behind it too. Here a text can hardly be written by other tokens."""
-    outputs, steps = [], []
+    outputs, num_rows = [], []
     for jumps in (True, False):
         with watched_core(ahead=True, jumps=jumps) as (core, watched):
             outputs.append(generate(core, 0))
-            steps.append(len(watched.plans))
+            num_rows.append(sum(plan.num_reqs for plan in watched.plans))
             known = [token for plan in watched.plans for append in plan.known for token in append.token_ids]
             assert core.core.scheduler.counters.num_known_tokens == len(known)
             assert bool(known) == jumps
     assert outputs[0] == outputs[1]
-    assert steps[0] < steps[1] - 20
+    assert num_rows[0] < num_rows[1] - 40
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -382,6 +382,10 @@ def test_a_token_that_a_grammar_refuses_ends_its_request_alone() -> None:
     class Refusing:
         def __init__(self, matcher: Matcher) -> None:
             self._matcher, self._left = matcher, 2
+
+        @property
+        def innermost(self) -> Matcher:
+            return self
 
         def fill(self, bits: NDArray[np.int32], row: int) -> None:
             self._matcher.fill(bits, row)
