@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, values
 
 from tokenmill_engine.ipc.files import reserve
 from tokenmill_engine.messages import EngineLoad, FinishReason
-from tokenmill_engine.metric_series import BatchHistogram, GaugeSeries, SeriesBuilder
+from tokenmill_engine.metric_series import BatchHistogram, CounterSeries, GaugeSeries, SeriesBuilder
 
 REQUEST_LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -300,7 +300,7 @@ class FrontendMetrics:
         self._http_requests = Counter(
             "http_requests_total", "HTTP requests.", ("handler", "method", "status"), registry=registry
         )
-        self._http_series: dict[tuple[str, str, str], tuple[Counter, BatchHistogram]] = {}
+        self._http_series: dict[tuple[str, str, str], tuple[CounterSeries, BatchHistogram]] = {}
         """By handler, method and status; to look labels up takes as long as to count."""
         self._http_duration = BatchHistogram(
             "http_request_duration_seconds",
@@ -329,7 +329,10 @@ class FrontendMetrics:
         key = handler, method, f"{status // 100}xx"
         series = self._http_series.get(key)
         if series is None:
-            series = self._http_requests.labels(*key), self._http_duration.labels(handler, method)
+            series = (
+                CounterSeries([self._http_requests.labels(*key)]),
+                self._http_duration.labels(handler, method),
+            )
             self._http_series[key] = series
         requests, duration = series
         requests.inc()

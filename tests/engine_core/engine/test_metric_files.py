@@ -169,3 +169,27 @@ def test_each_living_process_of_a_server_says_what_it_costs(tmp_path: Path) -> N
 
 def test_a_launcher_that_is_not_ours_is_left_out(tmp_path: Path) -> None:
     assert "process_open_fds{" not in render_metrics(str(tmp_path), os.getpid()).decode()
+
+
+def test_files_that_grow_keep_what_is_counted_before_and_after(tmp_path: Path) -> None:
+    script = """
+from prometheus_client import CollectorRegistry
+from tokenmill_engine.metric_series import SeriesBuilder
+build = SeriesBuilder(["p:"], {"of": "x"}, CollectorRegistry())
+counter, histogram = build.counter("c_total", "help"), build.histogram("h", "help", (0.1, 1.0))
+for turn in range(2):
+    counter.inc(2.5)
+    histogram.observe(0.5)
+    histogram.observe_many([0.05, 0.5, 4.0])
+    for number in range(2000):
+        build.counter(f"c{turn}_{number}_total", "help" * 20).inc()
+        build.histogram(f"h{turn}_{number}", "help" * 20, (1.0,)).observe(2.0)
+"""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    values = samples(render_metrics(str(tmp_path)).decode())
+    assert values['p:c_total{of="x"}'] == 5
+    assert [values[f'p:h_bucket{{le="{bound}",of="x"}}'] for bound in ("0.1", "1.0", "+Inf")] == [2, 6, 8]
+    assert values['p:h_sum{of="x"}'] == pytest.approx(10.1)
+    assert values['p:c1_1999_total{of="x"}'] == 1
+    assert values['p:h0_1999_sum{of="x"}'] == 2
