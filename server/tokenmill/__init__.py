@@ -8,13 +8,14 @@
 from tokenmill_engine.messages import RepetitionDetection, SamplingParams, StructuredOutputsParams
 from tokenmill_server.llm import LLM
 from tokenmill_server.llm_outputs import CompletionOutput, Logprob, RequestOutput
-from tokenmill_server.llm_vectors import EmbeddingRequestOutput, ScoringRequestOutput
+from tokenmill_server.llm_vectors import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "Logprob",
+    "PoolingRequestOutput",
     "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",

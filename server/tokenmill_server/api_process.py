@@ -173,7 +173,7 @@ def build_context(start: ApiServerStart) -> ServerContext:
             inputs, start.engine, config.media, config.api_server_count, metrics.count_media_lookup, store
         ),
         request_templates=RequestTemplates(inputs.template, trusted=config.trust_request_chat_template),
-        vectors=make_vector_inputs(inputs, start.engine.model.pooling),
+        vectors=make_vector_inputs(inputs, model),
         admission=make_admission(config, counts, metrics.count_rejection),
         queue_counts=counts,
         own_middleware=load_middleware(config.middleware),

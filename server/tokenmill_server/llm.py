@@ -34,9 +34,11 @@ from tokenmill_server.llm_inputs import (
 from tokenmill_server.llm_outputs import RequestOutput, public_output
 from tokenmill_server.llm_vectors import (
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     ScoringRequestOutput,
-    check_pairs,
+    check_task,
     pair_requests,
+    pooling_of,
     public_embedding,
     public_score,
     vector_requests,
@@ -52,7 +54,14 @@ from tokenmill_server.processing.chat_template import ChatTemplate, Message
 from tokenmill_server.processing.generation import GenerationRequest
 from tokenmill_server.processing.input_processor import ChatOptions, InputProcessor
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
-from tokenmill_server.processing.vectors import VectorInputs, cosines, make_vector_inputs, pairs_of, score_of
+from tokenmill_server.processing.vectors import (
+    VectorInputs,
+    check_pairs,
+    cosines,
+    make_vector_inputs,
+    pairs_of,
+    score_of,
+)
 
 _BUILT_AT_A_TIME = 16
 """Prompts that are tokenized, and whose media are prepared, at a time."""
@@ -79,7 +88,7 @@ class LLM:
         self._default_sampling = SamplingParams(**configuration.server.default_sampling)
         self._configuration = configuration
         self.input_processor = _input_processor(configuration, self.tokenizer)
-        self._vectors = make_vector_inputs(self.input_processor, configuration.engine.model.pooling)
+        self._vectors = make_vector_inputs(self.input_processor, configuration.engine.model)
         kept_open = contextlib.ExitStack()
         segments = kept_open.enter_context(create_segments(configuration))
         media = replace(configuration.server.media, refuses_when_full=False)
@@ -175,16 +184,35 @@ class LLM:
         Raises as `generate`, and InvalidRequestError if the model is there to generate text (`runner="pooling"`).
         """
         vectors = self._vector_inputs()
-        if vectors.pooling.scores_pairs:
-            raise InvalidRequestError(f"{self._name} scores pairs of texts and makes no vectors; use score")
-        size = self._configuration.engine.model.architecture.hidden_size
-        if dimensions is not None and not 1 <= dimensions <= size:
-            raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {dimensions}", "dimensions")
+        vectors.check_embeds(self._name, "score")
+        size = vectors.num_dimensions(dimensions)
         unit = vectors.pooling.normalize if normalize is None else normalize
         items = items_of(prompts, self._media_parts)
         requests = partial(vector_requests, vectors, items, truncate_prompt_tokens)
         outputs = self._pool(requests, len(items), use_tqdm=use_tqdm)
-        return [public_embedding(output, unit, dimensions or size) for output in outputs]
+        return [public_embedding(output, unit, size) for output in outputs]
+
+    def encode(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What `embed` gives, as numpy arrays, for code that names the task: `pooling_task="embed"`, the only one
+        that there is. Raises as `embed`, and InvalidRequestError for another task or none."""
+        check_task(pooling_task)
+        outputs = self.embed(
+            prompts,
+            use_tqdm=use_tqdm,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return list(map(pooling_of, outputs))
 
     def score(
         self,
@@ -198,11 +226,11 @@ class LLM:
         pairs says of them, which are to be texts then, or else the cosine of their vectors. Raises as `embed`."""
         vectors = self._vector_inputs()
         first, second = items_of(text_1, self._media_parts), items_of(text_2, self._media_parts)
-        check_pairs(first, second)
+        check_pairs(len(first), len(second), ("text_1", "text_2"))
         if vectors.pooling.scores_pairs:
             pairs = partial(pair_requests, vectors, pairs_of(first, second), truncate_prompt_tokens)
             outputs = self._pool(pairs, len(second), use_tqdm=use_tqdm)
-            return [public_score(score_of(output, vectors.pooling.normalize), output) for output in outputs]
+            return [public_score(score_of(output, vectors.pooling.squash), output) for output in outputs]
         items = [*first, *second]
         requests = partial(vector_requests, vectors, items, truncate_prompt_tokens)
         outputs = self._pool(requests, len(items), use_tqdm=use_tqdm)

@@ -220,6 +220,13 @@ def test_the_same_from_python(expected: Vectors) -> None:
         assert len(cut.outputs.embedding) == 8
         ratio = np.array(cut.outputs.embedding) / expected[1, :8]
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-3)
+        (whole, same) = llm.encode([TEXTS[0], outputs[1].prompt_token_ids], pooling_task="embed", use_tqdm=False)
+        assert whole.outputs.data.dtype == np.float32
+        np.testing.assert_allclose([whole.outputs.data, same.outputs.data], ours[:2], rtol=0, atol=1e-6)
+        assert same.prompt_token_ids == outputs[1].prompt_token_ids
+        for task in (None, "token_embed", "score"):
+            with pytest.raises(InvalidRequestError, match=r"pooling_task.* there is 'embed'"):
+                llm.encode(["x"], pooling_task=task)
         with pytest.raises(InvalidRequestError, match="use embed or score"):
             llm.generate(["x"])
         with pytest.raises(InvalidRequestError, match="use embed or score"):

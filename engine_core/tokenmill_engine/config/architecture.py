@@ -68,8 +68,8 @@ class ArchitectureConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     checkpoint_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    has_head: bool = True
-    """False: its files have no output embeddings, so it makes vectors and generates no text."""
+    has_output_embeddings: bool = True
+    """False: its files have none, so it makes vectors and generates no text."""
     text_encoder: TextEncoderConfig | None = None
     """Of a model that reads a text as a whole and generates none. `rms_norm_eps` is that of its layer norms then, and
     what is about rotation, windows and output embeddings has no meaning."""

@@ -65,7 +65,7 @@ def parse_text_encoder(config: Mapping[str, Any], source: str) -> ArchitectureCo
         rope=RopeConfig(),
         layer_windows=(None,) * num_layers,
         tie_word_embeddings=True,
-        has_head=False,
+        has_output_embeddings=False,
         checkpoint_dtype=_DTYPES.get(stated, "float32"),  # type: ignore[arg-type]
         text_encoder=TextEncoderConfig(
             num_positions=num_positions,

@@ -108,7 +108,7 @@ def _parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureC
         mlp_bias=name == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
         qk_norm=name == "Qwen3ForCausalLM",
         checkpoint_dtype=_checkpoint_dtype(config),
-        has_head=not _HEADLESS.keys() & set(config.get("architectures") or ()),
+        has_output_embeddings=not _HEADLESS.keys() & set(config.get("architectures") or ()),
     )
 
 

@@ -24,9 +24,11 @@ class PoolingConfig:
     kind: PoolingKind
     """What the vector is made of: the last token's final hidden state, the first one's, or the mean of all."""
     normalize: bool = True
-    """Vectors have length 1 unless a request wants something else; scores of pairs are between 0 and 1."""
+    """Vectors have length 1 unless a request wants something else."""
     scores_pairs: bool = False
     """Of pairs of texts the model makes one number, and no vectors."""
+    squash: bool = True
+    """These numbers are brought between 0 and 1 unless a request wants something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class SentenceModel:
 def default_pooling(architecture: ArchitectureConfig, config: Mapping[str, Any]) -> PoolingConfig | None:
     """Of a model without files of sentence-transformers; None for one that generates text. `config` is its
     `config.json`, where sentence-transformers says of models for pairs whether a sigmoid follows."""
-    if architecture.has_head:
+    if architecture.has_output_embeddings:
         return None
     if architecture.text_encoder is None:
         return PoolingConfig("last")
@@ -49,7 +51,7 @@ def default_pooling(architecture: ArchitectureConfig, config: Mapping[str, Any])
     told = told or config.get("sbert_ce_default_activation_function") or "Sigmoid"
     if not architecture.text_encoder.scores_pairs:
         return PoolingConfig("cls")
-    return PoolingConfig("cls", normalize=not str(told).endswith("Identity"), scores_pairs=True)
+    return PoolingConfig("cls", scores_pairs=True, squash=not str(told).endswith("Identity"))
 
 
 def read_sentence_model(folder: Path) -> SentenceModel | None:

@@ -77,8 +77,8 @@ class BertEncoder:
         return hidden
 
     @property
-    def has_head(self) -> bool:
-        """Whether there is a score of pairs."""
+    def scores_pairs(self) -> bool:
+        """Whether there is what `score` needs."""
         return self._pooler is not None
 
     def score(self, first: torch.Tensor) -> torch.Tensor:

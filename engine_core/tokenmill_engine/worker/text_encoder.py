@@ -65,7 +65,9 @@ class TextEncoderRunner:
         begins = [second or len(text) for text, second in zip(texts, seconds, strict=True)]
         batch = make_batch(texts, begins, self._model.device)
         hidden = self._model.forward(batch)
-        return self._model.score(hidden[batch.firsts]).float() if self._model.has_head else self._pool(hidden, batch)
+        return (
+            self._model.score(hidden[batch.firsts]).float() if self._model.scores_pairs else self._pool(hidden, batch)
+        )
 
 
 class _PendingVectors:

@@ -33,7 +33,7 @@ def resolve_pooling(values: FlagValues, files: ModelFiles) -> PoolingConfig | No
     wanted = next(iter(asked.values()), files.pooling is not None)
     flag = next(iter(asked), "runner")
     if not wanted:
-        if not files.architecture.has_head:
+        if not files.architecture.has_output_embeddings:
             raise ConfigError(
                 f"{values.stated(flag)} does not fit {files.name}: {files.architecture.name} without output embeddings "
                 "generates no text; use --runner pooling or auto"

@@ -260,7 +260,7 @@ class _Answer:
         # In one piece: the allocator gives a large block back, and keeps the place of thousands of small ones.
         self._body = bytearray()
         self._num_bytes = 0
-        self._has_head = False
+        self._head_is_whole = False
         self._failure: TokenmillError | None = None
         self.is_complete = False
         self.status = 0
@@ -293,7 +293,7 @@ class _Answer:
     def end(self) -> None:
         """The host has sent everything. Raises MediaError if that is not all it had promised."""
         framed = b"content-length" in self._headers or b"transfer-encoding" in self._headers
-        if not self._has_head or framed:
+        if not self._head_is_whole or framed:
             raise MediaError("the host of the media address ended the connection early")
         self.is_complete = True
 
@@ -317,7 +317,7 @@ class _Answer:
         if self.status < 200:  # an interim answer, such as 103: another follows
             self._headers.clear()
             return
-        self._has_head = True
+        self._head_is_whole = True
         if self.status != 200:  # whatever the host says beside is of no interest
             self.is_complete = True
             return
@@ -334,7 +334,7 @@ class _Answer:
             self._try(lambda: self._budget.take(len(data)))
 
     def on_message_complete(self) -> None:
-        self.is_complete = self._has_head
+        self.is_complete = self._head_is_whole
 
     def _try(self, check: Callable[[], None]) -> None:
         try:

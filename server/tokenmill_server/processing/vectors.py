@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenmill_engine.config.engine import ModelConfig
 from tokenmill_engine.config.pooling import PoolingConfig
 from tokenmill_engine.errors import EngineError, InvalidRequestError
 from tokenmill_engine.messages import SamplingParams
@@ -23,13 +24,28 @@ _NOTHING_SAMPLED = SamplingParams(max_tokens=0, temperature=0.0)
 
 
 class VectorInputs:
-    """Prepares the texts of a model that makes vectors."""
+    """Prepares the texts of a model that makes vectors. `size`: how many numbers each has."""
 
-    def __init__(self, inputs: InputProcessor, pooling: PoolingConfig) -> None:
+    def __init__(self, inputs: InputProcessor, pooling: PoolingConfig, size: int) -> None:
         self._inputs = inputs
         self.pooling = pooling
+        self.size = size
         self._frame = _frame(inputs.tokenizer)
         self._pair_frame = inputs.tokenizer.pair_frame() if pooling.scores_pairs else None
+
+    def check_embeds(self, name: str, instead: str) -> None:
+        """Raises InvalidRequestError if the model, called `name`, is one for pairs, with what to use `instead`."""
+        if self.pooling.scores_pairs:
+            message = f"{name} scores pairs of texts and makes no vectors; use {instead}"
+            raise InvalidRequestError(message, "model", "unsupported_model")
+
+    def num_dimensions(self, asked: int | None) -> int:
+        """Of each vector; None asks for all. Raises InvalidRequestError for more than that, or none."""
+        if asked is None:
+            return self.size
+        if not 1 <= asked <= self.size:
+            raise InvalidRequestError(f"dimensions must be between 1 and {self.size}, got {asked}", "dimensions")
+        return asked
 
     async def encode(
         self, texts: Sequence[str], truncation: Truncation | None, param: str, add_special_tokens: bool = True
@@ -122,9 +138,9 @@ class VectorInputs:
         return [*token_ids[:before], *text, *token_ids[end:]]
 
 
-def make_vector_inputs(inputs: InputProcessor, pooling: PoolingConfig | None) -> VectorInputs | None:
+def make_vector_inputs(inputs: InputProcessor, model: ModelConfig) -> VectorInputs | None:
     """None for a model that generates text."""
-    return None if pooling is None else VectorInputs(inputs, pooling)
+    return None if model.pooling is None else VectorInputs(inputs, model.pooling, model.architecture.hidden_size)
 
 
 def vector_of(output: RequestOutput) -> Vector:
@@ -138,6 +154,16 @@ def embedding_of(output: RequestOutput, normalize: bool, num_dimensions: int | N
     """The first `num_dimensions` of the vector of a prompt, brought to length 1 if it is to be."""
     vector = vector_of(output)[:num_dimensions]
     return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector
+
+
+def check_pairs(num_first: int, num_second: int, params: tuple[str, str]) -> None:
+    """Raises InvalidRequestError unless `pairs_of` can pair so many texts; `params` are the fields that have them."""
+    if not num_second or num_first not in (1, num_second):
+        one, two = params
+        raise InvalidRequestError(
+            f"{one} has {num_first} texts and {two} {num_second}, which makes no pairs; give one {one}, or as many",
+            one if num_second else two,
+        )
 
 
 def pairs_of(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:

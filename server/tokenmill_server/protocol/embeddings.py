@@ -9,11 +9,9 @@ import numpy as np
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.processing.vectors import Vector
 from tokenmill_server.protocol.fields import Int
-from tokenmill_server.protocol.pooling import PoolingFields
+from tokenmill_server.protocol.pooling import MAX_TEXTS, PoolingFields
 from tokenmill_server.protocol.prompts import read_prompts
 from tokenmill_server.protocol.replies import Json, ReplyHead
-
-MAX_INPUTS = 2048
 
 
 class EmbeddingRequest(PoolingFields):
@@ -34,7 +32,7 @@ class EmbeddingRequest(PoolingFields):
 
     def inputs(self) -> list[str] | list[list[int]]:
         """Raises InvalidRequestError for anything else than the four forms."""
-        return read_prompts(self.input, "input", MAX_INPUTS)
+        return read_prompts(self.input, "input", MAX_TEXTS)
 
     def check_common(self) -> None:
         """As in `CommonFields`."""
@@ -50,14 +48,6 @@ class EmbeddingRequest(PoolingFields):
         """Whether vectors are to have length 1."""
         asked = self.use_activation if self.normalize is None else self.normalize
         return default if asked is None else asked
-
-    def num_dimensions(self, size: int) -> int:
-        """Of each vector, which has `size`. Raises InvalidRequestError for more than that, or none."""
-        if self.dimensions is None:
-            return size
-        if not 1 <= self.dimensions <= size:
-            raise InvalidRequestError(f"dimensions must be between 1 and {size}, got {self.dimensions}", "dimensions")
-        return self.dimensions
 
 
 def embedding_reply(head: ReplyHead, vectors: Sequence[Vector], usage: Json, encoding: str | None) -> Json:

@@ -6,6 +6,9 @@ from tokenmill_server.processing.input_processor import Truncation
 from tokenmill_server.protocol.fields import CommonFields, Int
 from tokenmill_server.protocol.replies import Json
 
+MAX_TEXTS = 2048
+"""Of one field."""
+
 
 class PoolingFields(CommonFields):
     """What requests for vectors, and for what is made of them, have in common."""

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenmill_engine.errors import InvalidRequestError
+from tokenmill_server.processing.vectors import check_pairs
 from tokenmill_server.protocol.fields import Int
-from tokenmill_server.protocol.pooling import PoolingFields
+from tokenmill_server.protocol.pooling import MAX_TEXTS, PoolingFields
 from tokenmill_server.protocol.replies import Json, ReplyHead
-
-MAX_TEXTS = 2048
 
 
 class ScoreRequest(PoolingFields):
@@ -30,10 +29,7 @@ class ScoreRequest(PoolingFields):
         one, first = _named(("text_1", self.text_1), ("queries", self.queries))
         two, second = _named(("text_2", self.text_2), ("documents", self.documents))
         firsts, seconds = _texts(one, first), _texts(two, second)
-        if len(firsts) not in (1, len(seconds)):
-            raise InvalidRequestError(
-                f"{one} has {len(firsts)} texts and {two} {len(seconds)}; {one} must have one, or as many", one
-            )
+        check_pairs(len(firsts), len(seconds), (one, two))
         return (one, firsts), (two, seconds)
 
 

@@ -3,7 +3,6 @@
 from fastapi import Request
 from starlette.responses import Response
 
-from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.processing.input_processor import Prompt
 from tokenmill_server.processing.vectors import VectorInputs, embedding_of
 from tokenmill_server.protocol.embeddings import EmbeddingRequest, embedding_reply
@@ -15,13 +14,8 @@ async def create_embeddings(request: Request) -> Response:
     """A vector of each text."""
     call, fields = await open_pooling_call(request, EmbeddingRequest)
     vectors = vectors_of(call.context)
-    if vectors.pooling.scores_pairs:
-        raise InvalidRequestError(
-            f"{call.context.model_name} scores pairs of texts and makes no vectors; use /v1/score or /v1/rerank",
-            "model",
-            "unsupported_model",
-        )
-    num_dimensions = fields.num_dimensions(call.context.engine_config.model.architecture.hidden_size)
+    vectors.check_embeds(call.context.model_name, "/v1/score or /v1/rerank")
+    num_dimensions = vectors.num_dimensions(fields.dimensions)
     normalize = fields.wants_unit_length(vectors.pooling.normalize)
     outputs = await run_prompts(call, await _prompts(vectors, fields))
     head = call.head("embd")

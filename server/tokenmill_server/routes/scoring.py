@@ -59,7 +59,7 @@ async def _score(
     vectors, truncation = vectors_of(call.context), fields.truncation()
     if vectors.pooling.scores_pairs:
         note_ignored(call.context, call.headers, fields.without_effect_on_pairs())
-        squash = vectors.pooling.normalize if fields.use_activation is None else fields.use_activation
+        squash = vectors.pooling.squash if fields.use_activation is None else fields.use_activation
         prompts = await vectors.encode_pairs(pairs_of(first[1], second[1]), truncation, (first[0], second[0]))
         outputs = await run_prompts(call, prompts)
         return _Scored(outputs, lambda: [score_of(output, squash) for output in outputs], len(outputs))
@@ -69,5 +69,5 @@ async def _score(
     for param, texts in (first, second):
         prompts += await vectors.encode(texts, truncation, param, fields.add_special_tokens is not False)
     outputs, num_first = await run_prompts(call, prompts), len(first[1])
-    size = call.context.engine_config.model.architecture.hidden_size
-    return _Scored(outputs, lambda: cosines(outputs[:num_first], outputs[num_first:]), len(outputs) * size)
+    num_values = len(outputs) * vectors.size
+    return _Scored(outputs, lambda: cosines(outputs[:num_first], outputs[num_first:]), num_values)

@@ -109,7 +109,7 @@ def test_a_decoder_without_output_embeddings_makes_vectors(tmp_path: Path) -> No
 def test_a_model_for_pairs(tmp_path: Path, told: dict[str, Any], squashed: bool) -> None:
     write_cross_encoder(tmp_path, **told)
     engine = configure(tmp_path, "--load-format", "dummy", "--task", "score")
-    assert engine.model.pooling == PoolingConfig("cls", normalize=squashed, scores_pairs=True)
+    assert engine.model.pooling == PoolingConfig("cls", scores_pairs=True, squash=squashed)
     assert engine.model.architecture.num_parameters == 22_565_376 + 384 * 385 + 385
 
 

@@ -36,7 +36,7 @@ def vectors(tmp_path_factory: pytest.TempPathFactory, tokenizer: CountingTokeniz
     """Of a model for pairs that takes 128 tokens."""
     folder: Path = make_cross_encoder(tmp_path_factory.mktemp("cross-encoder"))
     engine = build_configuration(read_flags([str(folder), "--device", "cpu"], {})).engine
-    made = make_vector_inputs(InputProcessor(tokenizer, None, engine), engine.model.pooling)
+    made = make_vector_inputs(InputProcessor(tokenizer, None, engine), engine.model)
     assert made is not None
     return made
 
