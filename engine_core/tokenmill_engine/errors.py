@@ -11,7 +11,7 @@
     └── EngineError              the engine could not finish a request
         ├── OverloadedError      refused before work started; a retry later helps
         │   ├── EngineStartingError     still loading
-        │   ├── NotBegunError           what was to prepare the request is gone; there is another one for the next
+        │   ├── NotBegunError           what was to prepare the request is gone or busy; later it is there again
         │   └── EngineUnavailableError  the engine that the client named is gone, others are not
         ├── DeadlineError        the client's own time was over before the answer was complete
         └── EngineDeadError      the engine process is gone
@@ -91,7 +91,8 @@ class EngineStartingError(OverloadedError):
 
 
 class NotBegunError(OverloadedError):
-    """Before an engine could begin with a request, something ended that has nothing to do with it."""
+    """An engine could not begin with a request, for a reason that has nothing to do with it: what was to prepare it has
+    ended, or has too much to do."""
 
 
 class EngineUnavailableError(OverloadedError):

@@ -205,6 +205,31 @@ def test_hostile_schemas_hold_nobody_up(client: httpx.Client, smollm_server: Ser
         assert json.loads([*lines][-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
+def test_many_hostile_schemas_hold_nobody_up(client: httpx.Client) -> None:
+    """Each of them is refused, or asked to come again; ordinary ones pass them by."""
+    patterns = [[f".*{number}{letter}.*" for letter in "abcdefghijklmnopqrst"] for number in range(8)]
+    hostile = [{"json": {"allOf": [{"type": "string", "pattern": each} for each in some]}} for some in patterns]
+    answered: list[int] = []
+
+    def ask(index: int, wanted: dict[str, Any]) -> httpx.Response:
+        body = {"messages": MESSAGES, "structured_outputs": wanted, "max_tokens": 1}
+        response = client.post("/v1/chat/completions", json=body)
+        answered.append(index)
+        return response
+
+    with ThreadPoolExecutor(12) as threads:
+        asked = [threads.submit(ask, *each) for each in enumerate((*hostile, {"choice": ["A", "many"]}))]
+        *refused, fine = [each.result() for each in asked]
+    assert fine.status_code == 200, fine.text
+    assert {response.status_code for response in refused} <= {400, 503}
+    for index, response in enumerate(refused):
+        if response.status_code == 400:
+            assert answered.index(index) > answered.index(len(hostile))
+        else:
+            assert response.json()["error"]["code"] == "engine_unavailable"
+            assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("2", "true")
+
+
 def compiler_of(server: Server) -> psutil.Process:
     for process in server.descendants():
         with contextlib.suppress(psutil.Error):

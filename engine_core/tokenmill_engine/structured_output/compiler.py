@@ -22,6 +22,10 @@ _END_S = 1.0
 """For the end of a process that ends."""
 
 
+class TooSlowError(GrammarError):
+    """It takes more time than it was given."""
+
+
 class GrammarCompiler:
     """Starts the process, and asks it. It ends with the thread that made this object."""
 
@@ -50,7 +54,8 @@ class GrammarCompiler:
         """What came of it, for `load`. Blocks; any thread may ask.
 
         Raises:
-            GrammarError: it is malformed, not supported, or takes more time or memory than it may.
+            TooSlowError: it takes more time than it may.
+            GrammarError: it is malformed, not supported, or takes more memory than it may.
             NotBegunError: the process has ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -70,7 +75,7 @@ class GrammarCompiler:
                 raise NotBegunError("the process that compiles grammars has ended; the request may be sent again")
             if time.monotonic() - began < question.limit_s:
                 raise GrammarError("it takes too much memory to prepare, or its library fails on it")
-            raise GrammarError(f"it takes more than {question.limit_s:g} s to prepare, which is the limit")
+            raise TooSlowError(f"it takes more than {question.limit_s:g} s to prepare, which is the limit")
         answer: Answer = pickle.loads(data[len(BEGUN) :])
         if answer.compiled is None:
             raise (NotExpressibleError if answer.is_for_another else GrammarError)(answer.error)

@@ -17,12 +17,11 @@ from typing import NoReturn
 
 from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.ipc.lifecycle import become_child
+from tokenmill_engine.ipc.priority import give_way
 from tokenmill_engine.structured_output.asking import BACKENDS, BEGUN, Answer, Question, receive, send
 from tokenmill_engine.structured_output.backends import Backends
 from tokenmill_engine.structured_output.grammar import GrammarError, NotExpressibleError
 
-_NICENESS = 10
-"""Steps go first where cores are few."""
 _MEMORY_BYTES = 1 << 30
 """That compiling may take."""
 _PATIENCE_S = 30.0
@@ -39,7 +38,7 @@ def main() -> NoReturn:
     parser.add_argument("--end-tokens", type=int, nargs="+", required=True)
     args = parser.parse_args()
     become_child("grammar compiler", args.parent_pid)
-    os.nice(_NICENESS)
+    give_way()
     # Who is forked is not waited for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     jobs = socket.socket(fileno=args.jobs_fd)

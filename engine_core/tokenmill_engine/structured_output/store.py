@@ -1,13 +1,13 @@
 """Compiled grammars of one engine core: cached, and compiled away from its loop.
 
-Compiling happens in a process of its own (`compiler_process`); threads of this one wait for it, and load what it gives.
+Compiling happens in a process of its own (`compiler_process`); threads of this one (`turns`) wait for it, and load what
+it gives.
 """
 
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -16,8 +16,9 @@ from tokenmill_engine.errors import EngineError, NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.asking import Question
 from tokenmill_engine.structured_output.backends import backends_of, order_of
-from tokenmill_engine.structured_output.compiler import GrammarCompiler
+from tokenmill_engine.structured_output.compiler import GrammarCompiler, TooSlowError
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, NotExpressibleError
+from tokenmill_engine.structured_output.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ CACHE_BYTES: Final = 256 << 20
 _LIMIT_S: Final = 1.0
 """Processor time that a library may take for one grammar, and if there is another one to ask after it:"""
 _FIRST_LIMIT_S: Final = 0.5
-_AT_ONCE: Final = 4
-"""Grammars that are compiled at the same time."""
+_SHORT_S: Final = 0.03
+"""The same for a first attempt, which others wait for: ordinary schemas take a tenth of it."""
+_RETRY_AFTER_S: Final = 2
 
 Compiled = tuple[StructuredSpec, Grammar | TokenmillError]
 
@@ -44,8 +46,8 @@ class GrammarStore:
         self._compiler: GrammarCompiler | None = None
         self._starting = threading.Lock()
         self._is_closed = False
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grammar")
-        self._compiling: dict[StructuredSpec, Future[None]] = {}
+        self._turns = Turns(self._work, self._send_away)
+        self._compiling: set[StructuredSpec] = set()
         self._finished: SimpleQueue[Compiled] = SimpleQueue()
         self._cache: OrderedDict[StructuredSpec, Grammar] = OrderedDict()
         """The one used last is the last."""
@@ -61,12 +63,13 @@ class GrammarStore:
     def compile(self, spec: StructuredSpec) -> None:
         """Begin to compile, unless that has begun."""
         if spec not in self._compiling:
-            self._compiling[spec] = self._threads.submit(self._work, spec)
+            self._compiling.add(spec)
+            self._turns.join(spec)
 
     def give_up(self, spec: StructuredSpec) -> None:
         """Nobody waits for it any more: others go first. What has begun is finished."""
-        if spec in self._compiling and self._compiling[spec].cancel():
-            del self._compiling[spec]
+        if self._turns.leave(spec):
+            self._compiling.discard(spec)
 
     def finished(self) -> Iterator[Compiled]:
         """What was compiled since the last call, and what could not be."""
@@ -75,7 +78,7 @@ class GrammarStore:
                 spec, grammar = self._finished.get(block=False)
             except Empty:
                 return
-            self._compiling.pop(spec, None)
+            self._compiling.discard(spec)
             if not isinstance(grammar, TokenmillError):
                 self._keep(spec, grammar)
             yield spec, grammar
@@ -87,7 +90,7 @@ class GrammarStore:
             if self._compiler is not None:
                 self._compiler.close()
                 self._compiler = None
-        self._threads.shutdown(cancel_futures=True)
+        self._turns.close()
 
     def _started_compiler(self) -> GrammarCompiler:
         """It lives as long as the thread that calls this, which is as long as this store is open. Raises NotBegunError
@@ -106,29 +109,45 @@ class GrammarStore:
                     raise NotBegunError(f"grammars cannot be compiled now: {error}") from error
             return self._compiler
 
-    def _work(self, spec: StructuredSpec) -> None:
+    def _work(self, spec: StructuredSpec, is_long: bool) -> bool:
+        """A turn of `Turns`. Returns whether it was long enough."""
         try:
-            result: Grammar | TokenmillError = self._compiled(spec, self._started_compiler())
+            result: Grammar | TokenmillError = self._compiled(spec, self._started_compiler(), is_long)
+        except TooSlowError as error:
+            if is_long:
+                self._finish(spec, error)
+            return False
         except TokenmillError as error:
             result = error
         except Exception as error:
             logger.exception("a grammar cannot be compiled")
             result = EngineError(f"the grammar cannot be compiled: {type(error).__name__}")
+        self._finish(spec, result)
+        return True
+
+    def _send_away(self, spec: StructuredSpec) -> None:
+        reason = "too many grammars that take long are being prepared; the request may be sent again"
+        self._finish(spec, NotBegunError(reason, _RETRY_AFTER_S))
+
+    def _finish(self, spec: StructuredSpec, result: Grammar | TokenmillError) -> None:
         self._finished.put((spec, result))
         self._wake()
 
-    def _compiled(self, spec: StructuredSpec, compiler: GrammarCompiler) -> Grammar:
-        """By the first library that can. What the last one says of it is told: it knows the most."""
+    def _compiled(self, spec: StructuredSpec, compiler: GrammarCompiler, is_long: bool) -> Grammar:
+        """By the first library that can. What the last one says of it is told: it knows the most. Raises TooSlowError
+        without asking another one if the turn is short."""
         order = order_of(self._wanted, spec)
         for backend in order[:-1]:
             try:
-                compiled = compiler.compile(Question(backend, spec, _FIRST_LIMIT_S))
+                compiled = compiler.compile(Question(backend, spec, _FIRST_LIMIT_S if is_long else _SHORT_S))
                 return self._backends.of(backend).load(compiled)
             except GrammarError as error:
+                if isinstance(error, TooSlowError) and not is_long:
+                    raise
                 if spec.kind is StructuredKind.STRUCTURAL_TAG and not isinstance(error, NotExpressibleError):
                     raise  # the other library would pass over what is wrong
                 logger.debug("%s: %s", backend, error)
-        compiled = compiler.compile(Question(order[-1], spec, _LIMIT_S))
+        compiled = compiler.compile(Question(order[-1], spec, _LIMIT_S if is_long else _SHORT_S))
         return self._backends.of(order[-1]).load(compiled)
 
     def _keep(self, spec: StructuredSpec, grammar: Grammar) -> None:

@@ -20,7 +20,7 @@ from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredSpec
-from tokenmill_engine.structured_output import backends
+from tokenmill_engine.structured_output import backends, turns
 from tokenmill_engine.structured_output import compiler as compiler_module
 from tokenmill_engine.structured_output import store as store_module
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
@@ -88,6 +88,11 @@ def hostile(depth: int) -> dict[str, object]:
     return schema
 
 
+def endless(mark: str) -> dict[str, object]:
+    """Whether any text has all of the patterns would be found out in a minute."""
+    return {"allOf": [{"type": "string", "pattern": f".*{mark}{letter}.*"} for letter in "abcdefghijklmnopqrst"]}
+
+
 def test_the_first_one_is_no_work_of_the_thread_that_asks() -> None:
     """Which is the engine core's loop: others start the process and set up the library."""
     fresh, called = Waiting(), set[str]()
@@ -124,9 +129,33 @@ def test_hostile_ones_end_and_harm_nobody(waiting: Waiting) -> None:
     assert compiler(waiting).is_running()
 
 
+def test_nobody_waits_for_many_hostile_ones(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came after them is ready before the first of them is refused, and most need not be tried to their limit."""
+    monkeypatch.setattr(turns, "_MAX_WAIT_S", 0.2)
+    many = [spec("json", endless(str(number))) for number in range(10)]
+    fine = [spec("choice", ["yes", str(number)]) for number in range(3)]
+    results: dict[StructuredSpec, Grammar | TokenmillError] = {}
+    for each in (*many, *fine):
+        waiting.store.compile(each)
+    while set(results) != {*many, *fine}:
+        waiting.woken.get(timeout=PATIENCE_S)
+        results.update(waiting.store.finished())
+    began_to_refuse = next(index for index, each in enumerate(results.values()) if isinstance(each, GrammarError))
+    assert set(fine) <= set([*results][:began_to_refuse])
+    assert not any(isinstance(results[each], TokenmillError) for each in fine)
+    refused, sent_away = (
+        [each for each in many if isinstance(results[each], kind)] for kind in (GrammarError, NotBegunError)
+    )
+    assert len(refused) + len(sent_away) == 10
+    assert len(sent_away) >= 4
+    error = results[sent_away[0]]
+    assert isinstance(error, NotBegunError)
+    assert error.retry_after_s == 2
+
+
 def test_one_that_takes_too_long_is_refused(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_LIMIT_S", 0.01)
-    monkeypatch.setattr(store_module, "_FIRST_LIMIT_S", 0.01)
+    monkeypatch.setattr(store_module, "_SHORT_S", 0.01)
     (error,) = waiting.compile(
         spec("json", {"type": "object", "properties": {f"q{i}": {"type": "string"} for i in range(4000)}})
     )
