@@ -19,10 +19,6 @@ class NotExpressibleError(GrammarError):
 class Matcher(Protocol):
     """How far one output has come in its grammar."""
 
-    @property
-    def innermost(self) -> "Matcher":
-        """The one that does the work now; itself, unless it has others."""
-
     def fill(self, bits: NDArray[np.int32], row: int) -> None:
         """Write the tokens that may follow into `bits[row]`, as `outputs.TokenMasks` has them.
 

@@ -102,32 +102,22 @@ class GuidanceMatcher:
     """State of one output."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self.library = matcher
-        """Of the library; it can fill masks of several at once."""
-
-    @property
-    def innermost(self) -> "GuidanceMatcher":
-        """As `Matcher`."""
-        return self
+        self._matcher = matcher
 
     def fill(self, bits: NDArray[np.int32], row: int) -> None:
         """As `Matcher`."""
         target = bits[row]
-        self.library.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
-        self.check()
-
-    def check(self) -> None:
-        """After a mask was filled, here or otherwise. Raises GrammarError if it took too long."""
-        _check(self.library)
+        self._matcher.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
+        _check(self._matcher)
 
     def accept(self, token_id: int) -> None:
         """As `Matcher`."""
-        if not self.library.consume_token(token_id):
-            raise GrammarError(_report(self.library.get_error()))
+        if not self._matcher.consume_token(token_id):
+            raise GrammarError(_report(self._matcher.get_error()))
 
     def forced(self) -> list[int]:
         """As `Matcher`."""
-        return self.library.compute_ff_tokens()
+        return self._matcher.compute_ff_tokens()
 
 
 class _Tokens:

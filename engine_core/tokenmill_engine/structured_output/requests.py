@@ -15,7 +15,8 @@ do it. Requests to which it matters what their tokens are go one by one.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -26,11 +27,14 @@ from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.messages import FinishReason, SamplingParams, StructuredSpec
 from tokenmill_engine.outputs import StepPlan, TokenMasks
 from tokenmill_engine.request import Request, RequestState
-from tokenmill_engine.structured_output.filling import MaskFiller
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError, Matcher
 from tokenmill_engine.structured_output.store import GrammarStore
 
 logger = logging.getLogger(__name__)
+
+_LEAST_KNOWN: Final = 1 / 3
+"""Known tokens for each row of a step. On a GPU a step that computes several tokens of some rows takes a quarter longer
+than one that computes a single token of each."""
 
 Failure = tuple[int, GrammarError]
 """A request and what is wrong."""
@@ -53,6 +57,23 @@ class _Output:
     may_jump: bool
     num_tokens: int = 0
     slot: int = -1
+    forced: list[int] = field(default_factory=list)
+    """Tokens that have to follow, as far as that was looked at: they stay the same, whenever they are computed."""
+
+    def next_forced(self) -> list[int]:
+        """Tokens that have to follow, up to where the output may end; there may be more once these are taken in."""
+        if self.may_jump and not self.forced:
+            forced = self.matcher.forced()
+            if forced:
+                is_end = np.isin(forced, self.put_off)
+                self.forced = forced[: int(is_end.argmax())] if is_end.any() else forced
+        return self.forced
+
+    def accept(self, token_id: int) -> None:
+        """The next token. Raises GrammarError as `Matcher.accept`."""
+        self.matcher.accept(token_id)
+        self.forced = self.forced[1:]
+        self.num_tokens += 1
 
 
 class StructuredRequests:
@@ -61,7 +82,6 @@ class StructuredRequests:
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         """`wake` is called, in another thread, when `ready` has something new."""
         self._store = GrammarStore(config, wake)
-        self._filler = MaskFiller(computes_here=config.device.kind == "cpu")
         self._end_token_ids = config.model.eos_token_ids
         self._num_words = -(-config.model.architecture.vocab_size // 32)
         self._waiting: dict[int, tuple[Request, StructuredSpec]] = {}
@@ -71,6 +91,9 @@ class StructuredRequests:
         """Rows of a plan whose masks are to follow."""
         self._known: dict[int, list[int]] = {}
         self._jumps = config.structured_output.jump_forward
+        self._least_known = 0.0 if config.device.kind == "cpu" else _LEAST_KNOWN
+        self._num_rows = 0
+        """Of the plan whose masks were made last, or are owed."""
         self._failures: list[Failure] = []
 
     @property
@@ -143,6 +166,7 @@ class StructuredRequests:
         rows = [(row, self._by_slot[slot]) for row, slot in zip(sampling, slots, strict=True) if slot in self._by_slot]
         if not rows:
             return plan
+        self._num_rows = plan.num_reqs
         if tokens_in_flight:
             self._late = rows
             return replace(plan, masks_follow=True)
@@ -160,9 +184,10 @@ class StructuredRequests:
 
     def known_tokens(self) -> dict[int, list[int]]:
         """By row of the plan whose masks were made last: tokens that have to follow the one that it samples. They are
-        told once."""
+        told once, and only if they are enough of them."""
         known, self._known = self._known, {}
-        return known
+        is_worth_it = sum(map(len, known.values())) >= self._least_known * self._num_rows
+        return known if is_worth_it else {}
 
     def take(self, request_ids: NDArray[np.int64], num_tokens: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """New tokens of a step: `num_tokens[i]` of request `request_ids[i]`, one after the other in `token_ids`."""
@@ -204,32 +229,37 @@ class StructuredRequests:
         if not rows:
             return None
         bits = np.zeros((len(rows), self._num_words), dtype=np.int32)
-        free: list[tuple[int, _Output]] = []
         for index, (row, output) in enumerate(rows):
-            forced = _forced(output)
-            if not forced:
-                free.append((index, output))
-                continue
-            bits[index, forced[0] // 32] = _bits_of(np.array(forced[:1]))[0]
+            forced = output.next_forced()
+            if forced:
+                bits[index, forced[0] // 32] = _bits_of(np.array(forced[:1]))[0]
+            else:
+                self._fill(bits, index, output)
             if len(forced) > 1:
                 self._known[row] = forced[1:]
-        failures = self._filler.fill(bits, [(index, output.matcher) for index, output in free])
-        for index, output in free:
-            if index in failures:
-                self._fail(output, failures[index])
-                bits[index] = -1
-            else:
-                _put_off_ends(bits[index], output)
         return TokenMasks(np.array([row for row, _ in rows], dtype=np.int32), bits)
+
+    def _fill(self, bits: NDArray[np.int32], row: int, output: _Output) -> None:
+        try:
+            output.matcher.fill(bits, row)
+        except GrammarError as error:
+            self._fail(output, error)
+            bits[row] = -1
+            return
+        put_off = output.put_off if output.num_tokens < output.min_tokens else output.put_off_always
+        if len(put_off):
+            others = bits[row].copy()
+            np.bitwise_and.at(others, put_off // 32, ~_bits_of(put_off))
+            if others.any():
+                bits[row] = others
 
     def _accept(self, output: _Output, token_ids: list[int]) -> None:
         for token_id in token_ids:
             try:
-                output.matcher.accept(token_id)
+                output.accept(token_id)
             except GrammarError as error:
                 self._fail(output, error)
                 return
-            output.num_tokens += 1
 
     def _fail(self, output: _Output, error: GrammarError) -> None:
         """Once, whatever it still samples. What libraries say quotes the client's grammar: it is told, not logged."""
@@ -243,28 +273,6 @@ def _looks_at_tokens(sampling: SamplingParams) -> bool:
     """Whether it matters to a request by which tokens its text is written."""
     excludes = sampling.allowed_token_ids is not None or sampling.bad_words_token_ids or sampling.logit_bias
     return bool(excludes) or sampling.logprobs is not None
-
-
-def _forced(output: _Output) -> list[int]:
-    """Up to where it may end."""
-    if not output.may_jump:
-        return []
-    forced = output.matcher.forced()
-    if forced:
-        is_end = np.isin(forced, output.put_off)
-        if is_end.any():
-            return forced[: int(is_end.argmax())]
-    return forced
-
-
-def _put_off_ends(bits: NDArray[np.int32], output: _Output) -> None:
-    """Of the tokens that may follow next, unless there are no others."""
-    put_off = output.put_off if output.num_tokens < output.min_tokens else output.put_off_always
-    if len(put_off):
-        others = bits.copy()
-        np.bitwise_and.at(others, put_off // 32, ~_bits_of(put_off))
-        if others.any():
-            bits[:] = others
 
 
 def _bits_of(token_ids: NDArray[np.int64]) -> NDArray[np.int32]:

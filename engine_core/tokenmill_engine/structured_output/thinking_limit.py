@@ -89,11 +89,6 @@ class LimitedMatcher:
         self._num_tokens = 0
         self._close_if_due()
 
-    @property
-    def innermost(self) -> Matcher:
-        """As `Matcher`."""
-        return self._matcher.innermost
-
     def fill(self, bits: NDArray[np.int32], row: int) -> None:
         """As `Matcher`."""
         self._matcher.fill(bits, row)

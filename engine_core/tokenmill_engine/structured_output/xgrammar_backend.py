@@ -87,11 +87,6 @@ class XgrammarMatcher:
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
 
-    @property
-    def innermost(self) -> "XgrammarMatcher":
-        """As `Matcher`."""
-        return self
-
     def fill(self, bits: NDArray[np.int32], row: int) -> None:
         """As `Matcher`."""
         began = time.thread_time()

@@ -383,10 +383,6 @@ def test_a_token_that_a_grammar_refuses_ends_its_request_alone() -> None:
         def __init__(self, matcher: Matcher) -> None:
             self._matcher, self._left = matcher, 2
 
-        @property
-        def innermost(self) -> Matcher:
-            return self
-
         def fill(self, bits: NDArray[np.int32], row: int) -> None:
             self._matcher.fill(bits, row)
 
