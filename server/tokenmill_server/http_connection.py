@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import httptools
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from tokenmill_server.accept import ConnectionCounts
 from tokenmill_server.errors import ErrorReply
+from tokenmill_server.http_flow import Flow
 from tokenmill_server.write_batch import BatchedTransport, WriteBatch
 
 _HEAD_TIMEOUT_S = 60.0
@@ -27,31 +27,6 @@ _MAX_UNPARSED_BYTES = 64 * 1024
 """With more than that behind requests that wait for their turn, a connection is not read. With less it is, since only
 a connection that is read tells that its client has gone."""
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
-
-
-class _Flow(FlowControl):
-    """Reading also stops while the connection is full, whatever the application that reads a body wishes."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__(transport)
-        self._is_full = False
-        self._is_wanted = True
-
-    def pause_reading(self) -> None:
-        self._is_wanted = False
-        super().pause_reading()
-
-    def resume_reading(self) -> None:
-        self._is_wanted = True
-        if not self._is_full:
-            super().resume_reading()
-
-    def set_full(self, is_full: bool) -> None:
-        self._is_full = is_full
-        if is_full:
-            super().pause_reading()
-        elif self._is_wanted:
-            super().resume_reading()
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,7 +87,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(BatchedTransport(transport, self._writes))
-        self.flow = self._flow = _Flow(self.transport)
+        self.flow = self._flow = Flow(self.transport)
         self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._on_head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -122,6 +97,7 @@ class HttpConnection(HttpToolsProtocol):
         self.pipeline.clear()
         if self._answering is not None and not self._answering.response_complete:
             _leave(self._answering)
+            self._flow.gone()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from email.utils import formatdate
 
 import uvicorn
-from starlette.types import ASGIApp, Send
+from starlette.types import ASGIApp, Receive, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from tokenmill_server.accept import Acceptor, ConnectionCounts
 from tokenmill_server.http_connection import DEFAULT_LIMITS, HeadLimits, HttpConnection
+from tokenmill_server.http_flow import Flow
 from tokenmill_server.write_batch import BatchedTransport, WriteBatch
 
 _KEEP_ALIVE_S = 75
@@ -107,3 +108,20 @@ def direct_sink(send: Send) -> Callable[[bytes], bool] | None:
         return True
 
     return sink
+
+
+def call_when_gone(receive: Receive, on_gone: Callable[[], None]) -> Callable[[], None] | None:
+    """Has `on_gone` called when the client to which `receive` belongs goes, without a task that waits for it. Returns
+    what ends that.
+
+    None if `receive` is not this server's own, or the request's body is still to be read.
+    """
+    cycle = getattr(receive, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle) or cycle.more_body or cycle.body:
+        return None
+    if cycle.disconnected:
+        return asyncio.get_running_loop().call_soon(on_gone).cancel
+    if not isinstance(cycle.flow, Flow):
+        return None
+    cycle.flow.watch(on_gone)
+    return cycle.flow.unwatch

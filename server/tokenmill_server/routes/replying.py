@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokenmill_server.errors import ErrorReply, describe
-from tokenmill_server.http_server import direct_sink
+from tokenmill_server.http_server import call_when_gone, direct_sink
 from tokenmill_server.processing.sse import EventBuffer
 from tokenmill_server.routes.keep_alive import KeepAlive
 
@@ -28,16 +28,14 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects (then ClientGoneError is raised)."""
     caller = asyncio.current_task()
     assert caller is not None
-    is_over = is_gone = False
+    is_gone = False
 
-    def leave(watcher: "asyncio.Future[None]") -> None:
+    def leave() -> None:
         nonlocal is_gone
-        if not is_over and not watcher.cancelled():
-            is_gone = True
-            caller.cancel()
+        is_gone = True
+        caller.cancel()
 
-    watcher = asyncio.ensure_future(_disconnect(request.receive))
-    watcher.add_done_callback(leave)
+    stop_watching = _watch_client(request.receive, leave)
     try:
         return await work
     except BaseException:
@@ -45,8 +43,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
             raise
         raise ClientGoneError from None
     finally:
-        is_over = True
-        watcher.cancel()
+        stop_watching()
 
 
 def error_response(reply: ErrorReply) -> Response:
@@ -68,13 +65,12 @@ class EventStreamResponse(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.ensure_future(_disconnect(receive))
-        watcher.add_done_callback(self._stop_reading)
+        stop_watching = _watch_client(receive, self._buffer.close)
         keep_alive = KeepAlive(self._buffer, self._keep_alive_s) if self._keep_alive_s else None
         try:
             await self._send_all(scope, receive, send)
         finally:
-            watcher.cancel()
+            stop_watching()
             if keep_alive is not None:
                 keep_alive.stop()
             self._close()
@@ -100,9 +96,29 @@ class EventStreamResponse(Response):
             data += describe(buffer.error).events()
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
-    def _stop_reading(self, watcher: "asyncio.Future[None]") -> None:
-        if not watcher.cancelled():
-            self._buffer.close()
+
+def _watch_client(receive: Receive, on_gone: Callable[[], None]) -> Callable[[], None]:
+    """Has `on_gone` called when the client has gone, until what this returns is called."""
+    stop = call_when_gone(receive, on_gone)
+    return _wait_for_departure(receive, on_gone) if stop is None else stop
+
+
+def _wait_for_departure(receive: Receive, on_gone: Callable[[], None]) -> Callable[[], None]:
+    """`_watch_client` with a task, for any `receive`."""
+    is_over = False
+
+    def leave(watcher: "asyncio.Future[None]") -> None:
+        if not is_over and not watcher.cancelled():
+            on_gone()
+
+    def stop() -> None:
+        nonlocal is_over
+        is_over = True
+        watcher.cancel()
+
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher.add_done_callback(leave)
+    return stop
 
 
 async def _disconnect(receive: Receive) -> None:
