@@ -1,19 +1,19 @@
 """The libraries of grammars, set up when they are first needed, and which of them is to do what."""
 
-import contextlib
-import functools
+import logging
 import threading
 from typing import Final, Protocol
 
 from tokenmill_engine.config.engine import EngineConfig, ModelConfig
 from tokenmill_engine.config.structured_output import StructuredBackend
-from tokenmill_engine.errors import TokenmillError
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output.asking import BackendName
 from tokenmill_engine.structured_output.grammar import GrammarBackend
 from tokenmill_engine.structured_output.guidance_backend import GuidanceBackend
 from tokenmill_engine.structured_output.xgrammar_backend import XgrammarBackend, is_lark
 from tokenmill_engine.vocabulary.vocabulary import Vocabulary, read_vocabulary
+
+logger = logging.getLogger(__name__)
 
 _USUAL: Final = StructuredSpec(StructuredKind.JSON, "{}")
 
@@ -45,12 +45,18 @@ class Backends:
             return self._backends[name]
 
 
-_shared = functools.cache(Backends)
+_shared: Final[dict[tuple[str, int, tuple[int, ...]], Backends]] = {}
+_sharing: Final = threading.Lock()
 
 
 def backends_of(model: ModelConfig) -> Backends:
-    """The same for all of a process: to set them up takes a quarter of a second, and memory."""
-    return _shared(model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
+    """The same for all of a process, whichever thread asks first: to set them up takes a quarter of a second, and
+    memory."""
+    key = (model.tokenizer_path, model.architecture.vocab_size, model.eos_token_ids)
+    with _sharing:
+        if key not in _shared:
+            _shared[key] = Backends(*key)
+        return _shared[key]
 
 
 def begin_setup(config: EngineConfig) -> threading.Thread:
@@ -64,9 +70,10 @@ def begin_setup(config: EngineConfig) -> threading.Thread:
 def _set_up(config: EngineConfig) -> None:
     if config.model.pooling is not None or not config.model.eos_token_ids:
         return  # Nothing is generated, or nothing that could end: grammars are refused.
-    # What goes wrong here goes wrong again when a request needs it, and is told then.
-    with contextlib.suppress(TokenmillError):
+    try:
         backends_of(config.model).of(order_of(config.structured_output.backend, _USUAL)[0])
+    except Exception:  # goes wrong again when a request needs it, which is told then
+        logger.debug("what grammars need cannot be set up", exc_info=True)
 
 
 def order_of(wanted: StructuredBackend, spec: StructuredSpec) -> tuple[BackendName, ...]:

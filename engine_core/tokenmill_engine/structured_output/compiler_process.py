@@ -48,7 +48,7 @@ def main() -> NoReturn:
         if not message:
             os._exit(0)
         # Once, for all that are forked. What goes wrong here goes wrong there again, and is told.
-        with contextlib.suppress(TokenmillError):
+        with contextlib.suppress(Exception):
             backends.of(BACKENDS[message[0]])
         for descriptor in descriptors:
             if os.fork() == 0:

@@ -14,6 +14,7 @@ from tokenmill_engine.config.structured_output import MAX_WHITESPACE
 from tokenmill_engine.messages import StructuredKind, StructuredSpec
 from tokenmill_engine.structured_output import thinking_limit
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
+from tokenmill_engine.structured_output.library_words import report
 from tokenmill_engine.structured_output.schemas import refuse_open_escape, with_closed_objects, without_unknown_formats
 from tokenmill_engine.structured_output.tag_grammar import lark_of_tag
 from tokenmill_engine.structured_output.thinking_limit import Limit, LimitedGrammar, Spelling
@@ -30,7 +31,6 @@ _BYTES_PER_CHAR: Final = 64
 """What a grammar takes for each character of its text, roughly; most of it is made while it is used."""
 _BASE_BYTES: Final = 1 << 16
 _NUM_TRIED: Final = 4
-_MAX_REPORT_CHARS: Final = 300
 _GIVEN_UP: Final = frozenset(("ParserTooComplex", "LexerTooComplex", "InternalError"))
 """Why the library allows nothing more, beside ends that the grammar has."""
 
@@ -54,7 +54,7 @@ class GuidanceBackend:
                 [self._tried(grammar) if isinstance(grammar, str) else grammar for grammar in _grammars_of(spec)]
             )
         except ValueError as error:
-            raise GrammarError(_report(str(error))) from error
+            raise GrammarError(report(str(error))) from error
 
     def _tried(self, grammar: str) -> str:
         """Raises GrammarError for one that is too much."""
@@ -113,7 +113,7 @@ class GuidanceMatcher:
     def accept(self, token_id: int) -> None:
         """As `Matcher`."""
         if not self._matcher.consume_token(token_id):
-            raise GrammarError(_report(self._matcher.get_error()))
+            raise GrammarError(report(self._matcher.get_error()))
 
     def forced(self) -> list[int]:
         """As `Matcher`."""
@@ -204,7 +204,7 @@ def _lark_of(ebnf: str) -> str:
     try:
         lark: str = any_to_lark(ebnf)
     except Exception as error:
-        raise GrammarError(f"the grammar is not understood: {_report(str(error))}") from error
+        raise GrammarError(f"the grammar is not understood: {report(str(error))}") from error
     return lark
 
 
@@ -220,13 +220,6 @@ def _layout(spec: StructuredSpec, max_whitespace: int | None = None) -> Any:
 
 def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise GrammarError(_report(matcher.get_error()))
+        raise GrammarError(report(matcher.get_error()))
     if matcher.stop_reason() in _GIVEN_UP:
-        raise GrammarError(f"it is too complex: {_report(matcher.get_error())}")
-
-
-def _report(message: str) -> str:
-    """One line, without the source that the library quotes below it."""
-    for end in ("<state>", "<non-verbose/>"):
-        message = message.partition(end)[0]
-    return " ".join(message.split())[:_MAX_REPORT_CHARS]
+        raise GrammarError(f"it is too complex: {report(matcher.get_error())}")

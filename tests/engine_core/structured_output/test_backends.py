@@ -233,6 +233,36 @@ def test_regexes_that_are_none(guidance: GuidanceBackend, regex: str) -> None:
         assert refusal(guidance, wanted)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wanted", "said"),
+    [
+        ("regex", "ab[c", "in the regex ab[c, at character 3: unclosed character class"),
+        ("regex", "x\ny(", "in the regex x\\ny(, at character 5: unclosed group"),
+        ("regex", "a^", "in the regex a^: ^ is supported at the beginning only"),
+        ("regex", "\\ba", "in the regex \\ba: \\b is not supported"),
+        (
+            "json",
+            {"type": "string", "pattern": "*"},
+            "in the regex *, at character 1: repetition operator missing expression",
+        ),
+        ("grammar", "start: /(/", "in the regex (, at character 1: unclosed group"),
+        ("regex", "[" + 99 * "a", f"in the regex [{79 * 'a'}..., at character 1: unclosed character class"),
+        *(
+            (kind, wanted, "it allows no finite output: nothing fits it, or what does never ends")
+            for kind, wanted in (
+                ("json", {"$ref": "#"}),
+                ("json", {"anyOf": [{"$ref": "#"}]}),
+                ("regex", "[^\\s\\S]"),
+                ("grammar", 'start: start "a"'),
+            )
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_in_plain_words(guidance: GuidanceBackend, kind: str, wanted: Any, said: str) -> None:
+    """Nothing of what is made around a regex."""
+    assert refusal(guidance, spec(kind, wanted)) == said
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     parts=st.lists(

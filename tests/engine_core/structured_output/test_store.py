@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +21,7 @@ from tests.support.grammars import spec
 from tests.support.server import PATIENCE_S, wait_for
 from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.model_files import embedded_model_path
-from tokenmill_engine.errors import NotBegunError, TokenmillError
+from tokenmill_engine.errors import EngineError, NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredSpec
 from tokenmill_engine.structured_output import backends, turns
 from tokenmill_engine.structured_output import compiler as compiler_module
@@ -235,3 +238,45 @@ def test_nothing_is_set_up_for_a_model_that_names_no_end() -> None:
     config = smollm_config()
     endless = dataclasses.replace(config, model=dataclasses.replace(config.model, eos_token_ids=()))
     backends.begin_setup(endless).join(PATIENCE_S)
+
+
+def test_what_cannot_be_set_up_is_told_to_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And to nobody at the start, whatever it is: what a thread raises would fail the test."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("of the tokenizer")
+
+    monkeypatch.setattr(backends, "read_vocabulary", fail)
+    monkeypatch.setattr(backends, "_shared", {})
+    with caplog.at_level("DEBUG"):
+        backends.begin_setup(smollm_config()).join(PATIENCE_S)
+    (record,) = caplog.records
+    assert (record.levelname, "of the tokenizer" in caplog.text) == ("DEBUG", True)
+    broken = Waiting()
+    (error,) = broken.compile(spec("regex", "a"))
+    broken.store.close()
+    assert isinstance(error, EngineError)
+    assert "RuntimeError" in error.message
+
+
+def test_threads_that_ask_at_once_share_what_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[backends.Backends] = []
+    second = threading.Event()
+
+    class Slow(backends.Backends):
+        def __init__(self, *where: Any) -> None:
+            super().__init__(*where)
+            built.append(self)
+            if len(built) == 2:
+                second.set()
+            second.wait(0.1)
+
+    monkeypatch.setattr(backends, "Backends", Slow)
+    monkeypatch.setattr(backends, "_shared", {})
+    model = smollm_config().model
+    with ThreadPoolExecutor(2) as threads:
+        found = [each.result() for each in [threads.submit(backends.backends_of, model) for _ in range(2)]]
+    assert found[0] is found[1]
+    assert len(built) == 1
