@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.compatibility.fields import FIELDS
 from tests.support.compatibility.flags import VLLM_FLAGS
+from tests.support.compatibility.methods import METHODS
 from tests.support.compatibility.replies import REPLIES
 from tests.support.compatibility.routes import ROUTES
 from tests.support.compatibility.rows import FieldRow, RouteRow, Status
@@ -114,6 +115,8 @@ def compatibility_page() -> Iterator[str]:
         there = [f"`{row.path}`" + (f" ({row.note})" if row.note else "") for row in replies if row.status != ABSENT]
         yield "; ".join(there) + ".\n\nNot there: "
         yield ", ".join(f"`{row.path}`" for row in replies if row.status == ABSENT) + ".\n"
+    yield "\n## Methods of `LLM`\n\n"
+    yield from _table(("method", "", "remarks"), ((f"`{row.path}`", row.status, row.note) for row in METHODS))
     yield "\n## Flags of `vllm serve`\n"
     for group, names in VLLM_FLAGS.items():
         yield f"\n### {group}\n\n"

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from tokenmill_engine.config.engine import EngineConfig
 from tokenmill_server.multimodal.settings import MediaSettings
+
+FingerprintMode = Literal["full", "hash", "custom", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,7 @@ class ServerConfig:
     """There is a route /load."""
     tokenizer_info: bool = False
     """There is a route /tokenizer_info."""
-    fingerprint_mode: str = "full"
-    """Or hash, custom, none."""
+    fingerprint_mode: FingerprintMode = "full"
     fingerprint_value: str | None = None
     force_include_usage: bool = False
     """Every chunk of every stream tells the usage, as if the request had asked for it."""

@@ -16,6 +16,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/embeddings": {"input": "Hi"},
+    "/v1/score": {"text_1": "Hi", "text_2": ["Hello", "Bye"]},
+    "/v1/rerank": {"query": "Hi", "documents": ["Hello", "Bye"]},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -60,4 +62,5 @@ def test_many_came_to_their_end() -> None:
     """Of the requests before; the model either generates text or makes vectors."""
     assert min(answers[path, 200] for path in ("/tokenize", "/detokenize")) > 5
     generated = min(answers[path, 200] for path in ("/v1/chat/completions", "/v1/completions"))
-    assert max(generated, answers["/v1/embeddings", 200]) > 5
+    made = min(answers[path, 200] for path in ("/v1/embeddings", "/v1/score", "/v1/rerank"))
+    assert max(generated, made) > 5

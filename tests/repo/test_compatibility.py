@@ -9,7 +9,9 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 
 from tests.support.compatibility.fields import FIELDS
 from tests.support.compatibility.flags import VLLM_FLAGS
-from tests.support.compatibility.rows import Status
+from tests.support.compatibility.methods import METHODS
+from tests.support.compatibility.rows import ReplyRow, Status
+from tokenmill import LLM
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.command_line import read_flags
 from tokenmill_server.flags.table import FLAGS
@@ -20,6 +22,7 @@ from tokenmill_server.protocol.fields import UNSUPPORTED as UNSUPPORTED_FIELDS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NAMES = [name for names in VLLM_FLAGS.values() for name in names.split()]
+OUR_OWN_METHODS = {"shutdown", "max_model_len"}
 WITHOUT_EFFECT_ANYWHERE = {"trust-remote-code"}
 """Accepted with every value."""
 
@@ -41,6 +44,16 @@ def test_every_field_has_one_row(path: str, names: Iterable[str]) -> None:
 def test_fields_of_ours_are_not_listed_as_unknown(path: str, model: Any) -> None:
     listed = {row.name for row in FIELDS[path] if row.status is Status.LISTED}
     assert listed & model.model_fields.keys() == set()
+
+
+@pytest.mark.parametrize("row", METHODS, ids=lambda row: row.path)
+def test_methods_are_there_or_not_as_they_are_listed(row: ReplyRow) -> None:
+    assert hasattr(LLM, row.path) == (row.status is not Status.ABSENT)
+
+
+def test_every_method_is_listed() -> None:
+    ours = {name for name in vars(LLM) if not name.startswith("_")} - OUR_OWN_METHODS
+    assert ours - {row.path for row in METHODS} == set()
 
 
 def test_every_flag_of_vllm_is_known() -> None:

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 TEXT_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _HEADLESS = {name.replace("ForCausalLM", "Model"): name for name in TEXT_ARCHITECTURES}
 """Names of models that were saved without output embeddings."""
-SUPPORTED_ARCHITECTURES = TEXT_ARCHITECTURES + MEDIA_ARCHITECTURES + TEXT_ENCODERS
+SUPPORTED_ARCHITECTURES = TEXT_ARCHITECTURES + MEDIA_ARCHITECTURES + tuple(_HEADLESS) + TEXT_ENCODERS
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")

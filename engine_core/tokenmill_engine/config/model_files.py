@@ -28,7 +28,7 @@ from tokenmill_engine.config.hf_folder import (
 )
 from tokenmill_engine.config.hf_media import decoder_json, parse_media
 from tokenmill_engine.config.media import MediaConfig
-from tokenmill_engine.config.pooling import PoolingConfig, default_pooling, read_sentence_model
+from tokenmill_engine.config.pooling import PoolingConfig, default_pooling
 from tokenmill_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ class ModelFiles:
     media: MediaConfig | None = None
     """How prompts carry images; None for models of text alone."""
     pooling: PoolingConfig | None = None
-    """How its authors make vectors with it; None for models that were made to generate text."""
+    """How vectors are made with it where no files of sentence-transformers say it; None for a model that generates
+    text."""
 
 
 def resolve_model(name: str | None, tokenizer: str | None = None) -> ModelFiles:
@@ -215,11 +216,6 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
     media = parse_media(config, str(config_file))
     decoder = config if media is None else decoder_json(config, str(config_file))
     special = read_special_tokens(folder)
-    scores_pairs = architecture.text_encoder is not None and architecture.text_encoder.scores_pairs
-    sentences = None if scores_pairs else read_sentence_model(folder)  # which is about vectors
-    max_position, pooling = architecture.max_position_embeddings, None if sentences is None else sentences.pooling
-    if sentences is not None and sentences.max_tokens is not None:
-        max_position = min(max_position, sentences.max_tokens)
     return ModelFiles(
         name=name,
         path=str(folder),
@@ -230,10 +226,10 @@ def _read_hf_model(name: str, folder: Path) -> ModelFiles:
         eos_token_ids=read_eos_token_ids(decoder, folder, special.eos_token_id),
         bos_token=special.bos_token,
         eos_token=special.eos_token,
-        max_position=max_position,
+        max_position=architecture.max_position_embeddings,
         generation_defaults=read_generation_defaults(folder),
         media=media,
-        pooling=pooling or default_pooling(architecture, config),
+        pooling=default_pooling(architecture, config),
     )
 
 

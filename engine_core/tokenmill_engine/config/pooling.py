@@ -33,7 +33,7 @@ class PoolingConfig:
 
 @dataclass(frozen=True, slots=True)
 class SentenceModel:
-    """What sentence-transformers knows of a model."""
+    """How vectors are made with a model."""
 
     pooling: PoolingConfig
     max_tokens: int | None = None

@@ -37,8 +37,9 @@ def spawn_child(
 
     `pass_fds` are inherited under their own numbers. The child gets a process group of its own, so that Ctrl-C in a
     terminal reaches the launcher alone; signals from outside that reach it all the same are blocked until it ignores
-    them, in `become_child`. Call it from the main thread: the child asks the kernel to be told when the *thread* that
-    started it ends. `env` None inherits ours. Raises OSError if the machine does not allow one more.
+    them, in `become_child`. Call it from a thread that lives as long as the child is to: the child asks the kernel to
+    be told when the *thread* that started it ends. `env` None inherits ours. Raises OSError if the machine does not
+    allow one more.
     """
     open_standard_descriptors()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

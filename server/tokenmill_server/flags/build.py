@@ -192,15 +192,18 @@ def _check_memory(
 
 
 def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat, dtype: DtypeName) -> ModelConfig:
+    vectors, architecture = resolve_pooling(values, files), files.architecture
+    most = files.max_position
+    if vectors is not None and vectors.max_tokens is not None:
+        most = min(most, vectors.max_tokens)
     wanted = values["max_model_len"]
     explicit = isinstance(wanted, int)
-    if explicit and wanted > files.max_position:
+    if explicit and wanted > most:
         raise ConfigError(
-            f"{values.stated('max_model_len')} is more than the {files.max_position} positions of "
-            f"{files.name}; use at most {files.max_position}, or auto"
+            f"{values.stated('max_model_len')} is more than the {most} positions of {files.name}; use at most {most}, "
+            "or auto"
         )
-    pooling, architecture = resolve_pooling(values, files), files.architecture
-    if pooling is not None and files.kind == "hf":
+    if vectors is not None and files.kind == "hf":
         architecture = replace(architecture, tie_word_embeddings=True)  # nothing needs the others
     return ModelConfig(
         name=files.name,
@@ -210,12 +213,12 @@ def _model_config(values: FlagValues, files: ModelFiles, load_format: LoadFormat
         load_format=load_format,
         dtype=dtype,
         seed=values["seed"],
-        max_model_len=wanted if explicit else files.max_position,
+        max_model_len=wanted if explicit else most,
         max_model_len_explicit=explicit,
         eos_token_ids=files.eos_token_ids,
         max_logprobs=values["max_logprobs"],
         media=files.media,
-        pooling=pooling,
+        pooling=None if vectors is None else vectors.pooling,
         encoder_mode=values["mm_encoder_tp_mode"],
     )
 

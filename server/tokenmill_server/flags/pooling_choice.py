@@ -2,11 +2,12 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 from tokenmill_engine.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from tokenmill_engine.config.model_files import ModelFiles
 from tokenmill_engine.config.parallel import ParallelConfig
-from tokenmill_engine.config.pooling import PoolingConfig
+from tokenmill_engine.config.pooling import PoolingConfig, SentenceModel, read_sentence_model
 from tokenmill_engine.errors import ConfigError
 from tokenmill_server.flags.pooling import POOLING_TASKS
 from tokenmill_server.flags.values import FlagValues
@@ -14,8 +15,8 @@ from tokenmill_server.flags.values import FlagValues
 logger = logging.getLogger(__name__)
 
 
-def resolve_pooling(values: FlagValues, files: ModelFiles) -> PoolingConfig | None:
-    """How texts become vectors; None if the model is to generate text.
+def resolve_pooling(values: FlagValues, files: ModelFiles) -> SentenceModel | None:
+    """How texts become vectors; None if the model is to generate text, for which files about vectors mean nothing.
 
     Raises ConfigError if the model cannot do what is asked for, or flags contradict each other.
     """
@@ -30,9 +31,9 @@ def resolve_pooling(values: FlagValues, files: ModelFiles) -> PoolingConfig | No
     if len(set(asked.values())) > 1:
         first, second = list(asked)[:2]
         raise ConfigError(f"{values.stated(first)} contradicts {values.stated(second)}; leave one out")
-    wanted = next(iter(asked.values()), files.pooling is not None)
     flag = next(iter(asked), "runner")
-    if not wanted:
+    made_for = _made_for(files) if asked.get(flag, True) else None
+    if not asked.get(flag, made_for is not None):
         if not files.architecture.has_output_embeddings:
             raise ConfigError(
                 f"{values.stated(flag)} does not fit {files.name}: {files.architecture.name} without output embeddings "
@@ -41,18 +42,27 @@ def resolve_pooling(values: FlagValues, files: ModelFiles) -> PoolingConfig | No
         return None
     if files.media is not None:
         raise ConfigError(f"{values.stated(flag)}: models that take images give no vectors here; use a model of text")
-    if files.pooling is None:
+    if made_for is None:
         if values["convert"] == "none":
             raise ConfigError(
                 f"{values.stated('convert')} does not fit {files.name}, which was made to generate text; leave it out"
             )
-        return PoolingConfig("last")
-    if files.pooling.kind != "last" and files.architecture.text_encoder is None:
+        return SentenceModel(PoolingConfig("last"))
+    if made_for.pooling.kind != "last" and files.architecture.text_encoder is None:
         raise ConfigError(
-            f"{files.name} makes vectors by {files.pooling.kind!r} pooling; of {files.architecture.name} only that of "
-            "the last token is supported"
+            f"{files.name} makes vectors by {made_for.pooling.kind!r} pooling; of {files.architecture.name} only that "
+            "of the last token is supported"
         )
-    return files.pooling
+    return made_for
+
+
+def _made_for(files: ModelFiles) -> SentenceModel | None:
+    """How its authors make vectors with a model; None for one that was made to generate text."""
+    encoder = files.architecture.text_encoder
+    found = None
+    if files.kind == "hf" and (encoder is None or not encoder.scores_pairs):  # else these files are not about it
+        found = read_sentence_model(Path(files.path))
+    return SentenceModel(files.pooling) if found is None and files.pooling is not None else found
 
 
 def check_text_encoder(values: FlagValues, files: ModelFiles, workers: ParallelConfig) -> None:

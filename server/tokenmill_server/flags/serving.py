@@ -1,5 +1,8 @@
 """The rows of the table of flags about connections, what the log says of requests, and routes for operators."""
 
+from typing import get_args
+
+from tokenmill_server.config import FingerprintMode
 from tokenmill_server.flags.flag import Arity, Flag, Group
 from tokenmill_server.flags.parsers import boolean, integer, one_of, text, text_list
 
@@ -93,7 +96,8 @@ SERVING = (
         _import_path,
         (),
         "ASGI middleware of your own as an import path: a class, made with the application, or a function of a request "
-        "and the next step. May be repeated; the last one is the outermost. It sees requests whose API key is right",
+        "and the next step. May be repeated; the last one is the outermost. It sees requests whose API key is right, "
+        "or that need none",
         "server.middleware",
         metavar="IMPORT.PATH",
         arity=Arity.REPEATED,
@@ -122,7 +126,7 @@ SERVING = (
     Flag(
         "fingerprint-mode",
         Group.FRONTEND,
-        one_of("full", "hash", "custom", "none"),
+        one_of(*get_args(FingerprintMode)),
         "full",
         "What system_fingerprint of answers says: full (version, parallel sizes and a hash of what decides answers), "
         "hash (that alone), custom (--fingerprint-value) or none (null)",

@@ -1,4 +1,4 @@
-"""What the generating routes do alike: headers, identity of the answer, start of streams."""
+"""What the routes do alike that have the model do something: headers, identity of the answer, start of streams."""
 
 import re
 import time
@@ -36,7 +36,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request to a generating route."""
+    """One HTTP request that has the model do something."""
 
     context: ServerContext
     request: Request
@@ -48,7 +48,7 @@ class Call:
     deadline: float | None
     """Seconds of `time.monotonic`."""
     beams: BeamOptions | None
-    """None: no beam search."""
+    """None: no beam search; always so where no text is generated."""
     headers: dict[str, str]
     """Of the answer."""
 

@@ -166,6 +166,7 @@ def test_yarn_scaling_extends_the_original_positions() -> None:
     ("overrides", "message"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM; supported architectures: LlamaForCausalLM,"),
+        ({"architectures": ["MixtralModel"]}, "LlamaModel, MistralModel, Qwen2Model, Qwen3Model, BertModel,"),
         ({"architectures": None}, "no architecture"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints .awq. are not supported"),

@@ -71,6 +71,21 @@ def test_a_decoder_that_was_made_for_vectors_makes_them(tmp_path: Path) -> None:
     assert configure(tmp_path, "--runner", "generate").model.pooling is None
 
 
+def test_files_about_vectors_mean_nothing_for_text(tmp_path: Path) -> None:
+    """Neither the length that they were made for, nor modules that are not supported."""
+    make_sentence_model(tmp_path, {"pooling_mode": "lasttoken"})
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    assert configure(tmp_path).model.max_model_len == 100
+    with pytest.raises(ConfigError, match="use at most 100"):
+        configure(tmp_path, "--max-model-len", "200")
+    assert configure(tmp_path, "--runner", "generate").model.max_model_len > 100
+    assert configure(tmp_path, "--runner", "generate", "--max-model-len", "200").model.max_model_len == 200
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.LSTM"}]')
+    assert configure(tmp_path, "--task", "generate").model.pooling is None
+    with pytest.raises(ConfigError, match="has a module 'LSTM'"):
+        configure(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("pooling", "message"),
     [
