@@ -1,7 +1,7 @@
 """What the routes of one API server share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
@@ -73,9 +73,7 @@ class ServerContext:
         """How a request wants its conversation rendered. Raises InvalidRequestError for what cannot be done."""
         template = None if request.chat_template is None else self.request_templates.get(request.chat_template)
         variables = self.inputs.template_variables if template is None else template.variables
-        options = chat_options(request, variables)
-        defaults = self.config.default_chat_template_kwargs
-        return replace(options, template=template, template_variables={**defaults, **options.template_variables})
+        return chat_options(request, variables, template, self.config.default_chat_template_kwargs)
 
     def engine_of(self, rank: int) -> int:
         """The engine core with data-parallel rank `rank`. Raises InvalidRequestError if it is not one of this

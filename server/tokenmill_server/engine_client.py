@@ -292,16 +292,15 @@ class EngineClient:
 
     def _handle(self, frame: bytes) -> None:
         message = self._decoder.decode(frame)
-        if isinstance(message, BlockEvents):
+        if isinstance(message, StepOutput):  # nearly always
+            self.balancer.reported(message.engine, message.load)
+            self.on_output(message)
+        elif isinstance(message, LoadReport):
+            self.balancer.reported(message.engine, message.load)
+        elif isinstance(message, BlockEvents):
             self.balancer.blocks_changed(message.engine, message.stored, message.removed, message.is_snapshot)
-            return
-        if isinstance(message, MediaMissing):
+        else:
             self.on_media_missing(message)
-            return
-        self.balancer.reported(message.engine, message.load)
-        if isinstance(message, LoadReport):
-            return
-        self.on_output(message)
 
     async def _connect(self, ready: EngineReady, endpoint: str) -> "zmq.Socket[bytes]":
         """A socket whose other end has shaken hands. Whatever ends the wait, no socket stays behind."""

@@ -62,6 +62,7 @@ class HttpConnection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config=config, server_state=state, app_state={})
         self._limits = limits
+        self._max_headers, self._max_head_bytes = limits.max_headers, limits.max_bytes
         self._counts = counts
         self._writes = writes
         self._unparsed = bytearray()
@@ -138,12 +139,16 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._count(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > self._max_head_bytes:
+            raise _TooLargeHeadError
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._num_headers += 1
-        self._count(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        if self._num_headers > self._max_headers or self._head_bytes > self._max_head_bytes:
+            raise _TooLargeHeadError
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -273,14 +278,9 @@ class HttpConnection(HttpToolsProtocol):
 
     # --- limits ---------------------------------------------------------------------------------------------------
 
-    def _count(self, num_bytes: int) -> None:
-        self._head_bytes += num_bytes
-        if self._has_too_much_head:
-            raise _TooLargeHeadError
-
     @property
     def _has_too_much_head(self) -> bool:
-        return self._num_headers > self._limits.max_headers or self._head_bytes > self._limits.max_bytes
+        return self._num_headers > self._max_headers or self._head_bytes > self._max_head_bytes
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None

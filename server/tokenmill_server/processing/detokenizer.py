@@ -23,7 +23,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = tokenizer.visible_bytes if skip_special_tokens else tokenizer.token_bytes
-        self._decoder = _UTF8("replace")
+        self._decoder: codecs.BufferedIncrementalDecoder | None = None
+        """None until there is text that is not ASCII."""
         self._prompt_tail = prompt_tail(tokenizer, prompt_token_ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -38,9 +39,12 @@ class Detokenizer:
             data = b"".join([self._table[token_id] for token_id in token_ids if token_id < size])
         if self._prompt_tail and data:
             data = self._continue_prompt(data)
-        if data.isascii() and not self._decoder.buffer:  # nearly always, and then in a fraction of the time
+        decoder = self._decoder
+        if data.isascii() and (decoder is None or not decoder.buffer):  # nearly always, and in a fraction of the time
             return data.decode("ascii")
-        return self._decoder.decode(data)
+        if decoder is None:
+            decoder = self._decoder = _UTF8("replace")
+        return decoder.decode(data)
 
     def _continue_prompt(self, data: bytes) -> bytes:
         """A prompt may end inside a character. If the output goes on with it the character belongs to the output,

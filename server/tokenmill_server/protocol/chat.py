@@ -1,11 +1,11 @@
 """The body of POST /v1/chat/completions."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.multimodal.parts import MediaParts
-from tokenmill_server.processing.chat_template import RESERVED_NAMES, Message
+from tokenmill_server.processing.chat_template import RESERVED_NAMES, ChatTemplate, Message
 from tokenmill_server.processing.input_processor import ChatOptions
 from tokenmill_server.processing.shown import shown
 from tokenmill_server.processing.tool_history import check_history
@@ -77,8 +77,14 @@ class ChatRequest(GenerationFields):
         return self.max_tokens if limit is None else limit
 
 
-def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set[str]) -> ChatOptions:
-    """How to render. `template_variables` are the names that the model's template reads.
+def chat_options(
+    request: ChatRequest | TokenizeRequest,
+    template_variables: Set[str],
+    template: ChatTemplate | None,
+    defaults: Mapping[str, Any],
+) -> ChatOptions:
+    """How to render. `template_variables` are the names that the template reads: `template`, or the model's own.
+    `defaults` are the server's values for some.
 
     Raises InvalidRequestError for a reasoning effort that the template does not know: it would be without effect.
     """
@@ -100,7 +106,8 @@ def chat_options(request: ChatRequest | TokenizeRequest, template_variables: Set
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continues,
         add_special_tokens=bool(request.add_special_tokens),
-        template_variables=variables,
+        template_variables={**defaults, **variables},
+        template=template,
         unread=_unread(request, template_variables),
     )
 

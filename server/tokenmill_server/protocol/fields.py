@@ -261,7 +261,10 @@ INSTEAD = {
 def refuse_unsupported(body: Json, known: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError for a field that would be without effect although the client relies on it. `known` are
     fields of the request, which some kinds of requests have."""
-    for name in UNSUPPORTED.keys() & body.keys() - known.keys():
+    strangers = body.keys() - known.keys()
+    if not strangers:
+        return
+    for name in UNSUPPORTED.keys() & strangers:
         if not UNSUPPORTED[name](body[name]) and not _is_moot(name, body):
             raise _unsupported(name)
     best_of = body.get("best_of")
@@ -287,11 +290,13 @@ def _is_moot(name: str, body: Json) -> bool:
 
 def ignored_fields(body: Json, known: Mapping[str, Any]) -> list[str]:
     """Names in `body` that have no effect although they ask for something: the reply says so in a header."""
-    strangers = body.keys() - known.keys() - UNSUPPORTED.keys() - {"best_of"}
-    unknown = {name for name in strangers if body[name] is not None}
-    moot = {name for name in UNSUPPORTED.keys() & body.keys() - known.keys() if not UNSUPPORTED[name](body[name])}
+    ignored = [
+        name
+        for name in body.keys() - known.keys() - {"best_of"}
+        if (body[name] is not None if name not in UNSUPPORTED else not UNSUPPORTED[name](body[name]))
+    ]
     options = body.get("stream_options")
     if isinstance(options, dict):
         strangers = options.keys() - StreamOptions.model_fields.keys()
-        unknown |= {f"stream_options.{name}" for name in strangers if options[name] is not None}
-    return sorted(unknown | moot)
+        ignored += [f"stream_options.{name}" for name in strangers if options[name] is not None]
+    return sorted(ignored)

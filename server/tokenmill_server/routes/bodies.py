@@ -13,6 +13,7 @@ from starlette.responses import Response
 from tokenmill_engine.errors import InvalidRequestError
 from tokenmill_server.errors import BodyTooLargeError, UnsupportedEncodingError
 from tokenmill_server.processing.sse import json_bytes
+from tokenmill_server.routes.headers import header
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Json = dict[str, Any]
@@ -27,13 +28,12 @@ async def read_json(request: Request, max_bytes: int) -> Json:
 
     Raises InvalidRequestError, BodyTooLargeError or UnsupportedEncodingError.
     """
-    headers = request.headers
-    content_type = headers.get("content-type", "")
+    content_type = header(request, b"content-type")
     if not _JSON_TYPE.match(content_type):
         raise InvalidRequestError(
             f"the content type must be application/json, got {content_type[:100]!r}", code="invalid_content_type"
         )
-    encoding = headers.get("content-encoding", "identity")
+    encoding = header(request, b"content-encoding", "identity")
     if encoding != "identity":
         raise UnsupportedEncodingError(f"content encoding {encoding[:100]!r} is not supported; send the body as it is")
     data = await _read_body(request, max_bytes)
@@ -65,7 +65,7 @@ async def large_json_reply(build: Callable[[], Json], num_values: int, headers: 
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
+    declared = header(request, b"content-length")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise BodyTooLargeError(f"the body has {declared} bytes, more than the limit of {max_bytes}")
     chunks: list[bytes] = []

@@ -1,6 +1,5 @@
 """What the routes do alike that have the model do something: headers, identity of the answer, start of streams."""
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ from tokenmill_server.protocol.partners import without_partner
 from tokenmill_server.protocol.replies import ReplyHead
 from tokenmill_server.request_log import ANSWER, answer_of, answer_so_far, quotes_of
 from tokenmill_server.routes.bodies import Json, ModelT, parse, read_json
+from tokenmill_server.routes.headers import header, integer_header
 from tokenmill_server.routes.ignored import note_ignored
 from tokenmill_server.routes.replying import EventStreamResponse, while_connected
 
-_MAX_LISTED_NUMBERS = 4
 _MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
-_INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
 
 
 @dataclass(slots=True)
@@ -168,15 +166,16 @@ async def begin_call(request: Request, model: type[ModelT], *, makes_vectors: bo
     context.check_model(fields.model)
     context.check_use(makes_vectors)
     fields.check_common()
-    if fields.request_id is not None and not request.state.has_own_id:
-        request.state.request_id = fields.request_id
-    priority = _integer_header(request, "X-Vllm-Priority")
-    rank = _integer_header(request, RANK_HEADER)
+    state = request.scope["state"]
+    if fields.request_id is not None and not state["has_own_id"]:
+        state["request_id"] = fields.request_id
+    priority = integer_header(request, "X-Vllm-Priority")
+    rank = integer_header(request, RANK_HEADER)
     call = Call(
         context=context,
         request=request,
         arrival_time=arrival_time,
-        request_id=request.state.request_id,
+        request_id=state["request_id"],
         pinned_engine=None if rank is None else context.engine_of(rank),
         deadline=_deadline(request, arrival_time),
         priority=priority if priority is not None else fields.priority or 0,
@@ -189,11 +188,11 @@ async def begin_call(request: Request, model: type[ModelT], *, makes_vectors: bo
 def api_key_of(request: Request) -> str:
     """The key that the client shows, whether one is needed or not; empty if none. Clients with different ones have
     nothing to do with each other."""
-    return request.headers.get("authorization", "").partition(" ")[2].strip()
+    return header(request, b"authorization").partition(" ")[2].strip()
 
 
 def _deadline(request: Request, arrival_time: float) -> float | None:
-    timeout_ms = _integer_header(request, TIMEOUT_HEADER)
+    timeout_ms = integer_header(request, TIMEOUT_HEADER)
     if timeout_ms is None:
         return None
     if not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
@@ -201,20 +200,3 @@ def _deadline(request: Request, arrival_time: float) -> float | None:
             f"the header {TIMEOUT_HEADER} must be between 1 and {_MAX_TIMEOUT_MS}, got {timeout_ms}", TIMEOUT_HEADER
         )
     return arrival_time + timeout_ms / 1000
-
-
-def _integer_header(request: Request, name: str) -> int | None:
-    """The value of a header; it may be there twice, with the same one."""
-    numbers = set()
-    wanted = name.lower().encode()
-    for key, value in request.scope["headers"]:
-        if key != wanted:
-            continue
-        text = value.decode("latin-1")
-        if _INTEGER.fullmatch(text) is None:
-            raise InvalidRequestError(f"the header {name} must be an integer, got {text[:100]!r}", name)
-        numbers.add(int(text))
-    if len(numbers) > 1:
-        values = ", ".join(str(number) for number in sorted(numbers)[:_MAX_LISTED_NUMBERS])
-        raise InvalidRequestError(f"the header {name} contradicts itself, got {values}; send one", name)
-    return numbers.pop() if numbers else None
