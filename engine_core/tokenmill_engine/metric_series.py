@@ -21,7 +21,8 @@ class _Number(Protocol):
 
 class _MappedNumber:
     """One of the library's values in this process's mapped file. The library itself asks at every change whether the
-    process was forked, which ours are not, takes a lock and looks up where the number is."""
+    process was forked, which ours are not, takes a lock and looks up where the number is. There is no public way around
+    that: this reads private attributes."""
 
     __slots__ = ("_doubles", "_place")
 

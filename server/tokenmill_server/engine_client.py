@@ -42,8 +42,9 @@ _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
 _RETRY_AFTER_S = 1
 _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 """Enumerations are slow to calculate with."""
-_MAX_MESSAGES = 64
-"""That one wake-up hands out: an engine core which is faster than this process must not keep it from all else."""
+_MAX_MESSAGES, _MAX_BYTES = 64, 2**20
+"""That one wake-up hands out: an engine core which is faster than this process must not keep it from all else. Many
+vectors are large."""
 
 
 @dataclass(slots=True)
@@ -274,21 +275,22 @@ class EngineClient:
         link = self._links.get(engine)
         if link is None:
             return False
-        num_messages = 0
+        num_messages = num_bytes = 0
         self.on_waking()
         try:
-            while num_messages < _MAX_MESSAGES:
+            while num_messages < _MAX_MESSAGES and num_bytes < _MAX_BYTES:
                 try:
                     frame = link.output.recv(zmq.NOBLOCK)
                 except zmq.Again:
-                    break
+                    return False
                 num_messages += 1
+                num_bytes += len(frame)
                 self._handle(frame)
                 if not int(link.output.getsockopt(zmq.EVENTS)) & _POLLIN:
-                    break
+                    return False
         finally:
             self.on_drained()
-        return num_messages == _MAX_MESSAGES
+        return True
 
     def _handle(self, frame: bytes) -> None:
         message = self._decoder.decode(frame)
