@@ -95,9 +95,7 @@ class MediaParts:
             self._known |= _IMAGE_KINDS | ({_LOCAL_KIND} if local else set())
         if videos:
             self._known |= {_VIDEO_KIND}
-        image_kinds = "image_url, image_pil" if local else "image_url"
-        takes = ["text"] + [f"images ({image_kinds})"] * images + ["videos (video_url)"] * videos
-        self._takes = f"{', '.join(takes[:-1])} and {takes[-1]}" if len(takes) > 1 else "text only"
+        self._image_kinds = "image_url, image_pil" if local else "image_url"
 
     def takes(self, kind: str) -> bool:
         """Whether the model takes an `image`, or a `video`."""
@@ -105,8 +103,10 @@ class MediaParts:
 
     def refusal(self, what: str, param: str) -> InvalidRequestError:
         """For `what`, which the model does not take."""
+        kinds = [f"images ({self._image_kinds})"] * self.takes("image") + ["videos (video_url)"] * self.takes("video")
+        takes = f"{', '.join(['text', *kinds[:-1]])} and {kinds[-1]}" if kinds else "text only"
         return InvalidRequestError(
-            f"{what} are not supported: the model {shown(self._model)} takes {self._takes} here",
+            f"{what} are not supported: the model {shown(self._model)} takes {takes} here",
             param,
             "unsupported_parameter",
         )

@@ -168,10 +168,10 @@ class GenerationFields(CommonFields):
     ) -> SamplingParams:
         """How to sample: what the request says, else the server's `defaults`, else the API's."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        settings: Json = {
-            name: defaults[name] for name in _DEFAULTABLE if name in defaults and getattr(self, name) is None
+        settings: Json = {name: value for name, value in defaults.items() if name in _DEFAULTABLE}
+        settings |= {
+            name: value for name in self.model_fields_set & _COPIED if (value := getattr(self, name)) is not None
         }
-        settings |= {name: value for name in _COPIED if (value := getattr(self, name)) is not None}
         if self.seed == -1:
             settings["seed"] = None
         return SamplingParams(
@@ -190,12 +190,11 @@ class GenerationFields(CommonFields):
         )
 
 
-_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_COPIED = (
-    *_DEFAULTABLE,
+_DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+_COPIED = _DEFAULTABLE | {
     *("n", "seed", "presence_penalty", "frequency_penalty", "min_tokens", "include_stop_str_in_output", "ignore_eos"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
-)
+}
 
 
 def is_request_id(text: str) -> bool:
