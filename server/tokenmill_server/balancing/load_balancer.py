@@ -132,8 +132,9 @@ class LoadBalancer:
     # --- engines --------------------------------------------------------------------------------------------------
 
     def reported(self, engine: int, load: EngineLoad) -> None:
-        """`engine` said how much it has to do."""
-        self._ranks[engine].load.report(load)
+        """`engine` said how much it has to do. With one alone there is nothing to choose."""
+        if len(self._ranks) > 1:
+            self._ranks[engine].load.report(load)
 
     def blocks_changed(self, engine: int, stored: bytes, removed: bytes, is_snapshot: bool = False) -> None:
         """`engine` said what its prefix cache has gained and lost; a snapshot is all that it has. Names are uint64."""
