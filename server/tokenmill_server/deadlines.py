@@ -17,9 +17,14 @@ TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 _NOT_BEGUN = f"the time of {TIMEOUT_HEADER} was over before the answer began"
 
 
+def is_over(request: GenerationRequest) -> bool:
+    """Whether the time for the answer is."""
+    return request.deadline is not None and request.deadline <= time.monotonic()
+
+
 def check_deadline(request: GenerationRequest) -> None:
     """Raises OverloadedError if the time for the answer is over already."""
-    if request.deadline is not None and request.deadline <= time.monotonic():
+    if is_over(request):
         raise OverloadedError(_NOT_BEGUN)
 
 

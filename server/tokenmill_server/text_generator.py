@@ -3,27 +3,24 @@
 import asyncio
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from tokenmill_engine.errors import EngineDeadError, EngineError, InvalidRequestError, NotBegunError, TokenmillError
+from tokenmill_engine.errors import EngineDeadError, EngineError, TokenmillError
 from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineRecovered, EngineStalled
 from tokenmill_engine.messages import (
-    AddRequest,
     EngineReady,
     Finish,
     FinishReason,
     MediaItem,
-    SamplingParams,
     StepOutput,
     TokenLogprobs,
 )
 from tokenmill_engine.metrics import FrontendMetrics
-from tokenmill_server.deadlines import check_deadline, set_deadline
+from tokenmill_server.balancing.prompt_blocks import PromptBlocks
+from tokenmill_server.deadlines import check_deadline, is_over, set_deadline
 from tokenmill_server.engine_client import EngineClient
+from tokenmill_server.engine_requests import engine_requests, error_of
 from tokenmill_server.media_resending import MediaResender
 from tokenmill_server.processing.collector import Collector, all_done
 from tokenmill_server.processing.generation import GenerationRequest, RequestOutput
@@ -33,7 +30,6 @@ from tokenmill_server.token_latencies import TokenLatencies
 
 logger = logging.getLogger(__name__)
 
-_MAX_SEED = 2**63 - 1
 _STARTED_AT_A_TIME = 32
 """Requests that one turn of the event loop starts: a few milliseconds."""
 
@@ -97,21 +93,16 @@ class TextGenerator:
         OverloadedError if the request's deadline has passed.
         """
         check_deadline(request)
-        prompt = self._client.balancer.describe(
-            request.prompt_token_ids,
-            num_sequences=request.sampling.n,
-            cache_salt=request.cache_salt,
-            reads_cache=request.sampling.prompt_logprobs is None,
-            media=request.media,
-        )
+        prompt = self._describe(request)
         engine = self._client.choose_engine(prompt, pinned_engine)
         generation = Generation(request, listener, self._tokenizer, engine)
+        generation.may_move = pinned_engine is None
         for choice in generation.choices:
             choice.request_id = self._client.new_request_id()
         supply = request.media_supply
         media = request.media if supply is None else supply.outgoing(self._client.shares_memory(engine))
         try:
-            requests = [] if media is None else _engine_requests(generation, generation.choices, media)
+            requests = [] if media is None else engine_requests(generation, generation.choices, media)
             self._client.add(engine, requests, prompt)
         except BaseException:
             if supply is not None:
@@ -176,8 +167,10 @@ class TextGenerator:
                 collector.leave()
 
     def engine_lost(self, lost: EngineLost) -> None:
-        """Fails everything that is open on an engine that is gone, and counts it."""
+        """Fails everything that is open on an engine that is gone, and counts it; what it had not begun goes to others,
+        once, if they can take it."""
         self._client.disconnect(lost)
+        self._move(lost)
         self.fail_engine(lost.engine, EngineDeadError(lost.message))
         # An end that the engine had counted, but not sent yet, counts twice: within a millisecond of its death nobody
         # can tell which ends those were.
@@ -214,6 +207,44 @@ class TextGenerator:
         self.abort(generation)
         generation.listener.on_error(error)
 
+    def _describe(self, request: GenerationRequest) -> PromptBlocks:
+        return self._client.balancer.describe(
+            request.prompt_token_ids,
+            num_sequences=request.sampling.n,
+            cache_salt=request.cache_salt,
+            reads_cache=request.sampling.prompt_logprobs is None,
+            media=request.media,
+        )
+
+    def _move(self, lost: EngineLost) -> None:
+        of_engine = {
+            id(c.generation): c.generation for c in self._choices.values() if c.generation.engine == lost.engine
+        }
+        num_moved = sum(_may_move(generation) and self._moved(generation) for generation in of_engine.values())
+        if num_moved:
+            logger.info(
+                "%s: %d of its %d requests had not begun, others have them", lost.message, num_moved, len(of_engine)
+            )
+            self._tell_queue()
+
+    def _moved(self, generation: Generation) -> bool:
+        """Whether another engine core has a generation now, with the same ids: the one that is gone answers no more."""
+        request, before = generation.request, generation.engine
+        prompt = self._describe(request)
+        try:
+            generation.engine = self._client.choose_engine(prompt)
+            comes_later = request.media_supply is not None
+            requests = [] if comes_later else engine_requests(generation, generation.choices, request.media)
+            self._client.add(generation.engine, requests, prompt)
+        except EngineError:
+            generation.engine = before
+            return False
+        generation.may_move = False
+        if comes_later:
+            self._resender.give_up(generation)
+            self._resender.send_later(generation)
+        return True
+
     def _leave_queue(self, generation: Generation) -> None:
         self._num_queued_tokens -= generation.num_queued_tokens
         generation.num_queued_tokens = 0
@@ -229,7 +260,7 @@ class TextGenerator:
             self._on_drained.pop(engine)()
 
     def _send_again(self, generation: Generation, choices: Sequence[Choice], media: tuple[MediaItem, ...]) -> None:
-        self._client.add_again(generation.engine, _engine_requests(generation, choices, media))
+        self._client.add_again(generation.engine, engine_requests(generation, choices, media))
 
     # --- outputs of a step ----------------------------------------------------------------------------------------
 
@@ -286,7 +317,7 @@ class TextGenerator:
     ) -> None:
         generation = choice.generation
         if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self.fail(generation, _error_of(finish))
+            self.fail(generation, error_of(finish))
             return
         if finish is None and not token_ids:
             return
@@ -336,6 +367,11 @@ class TextGenerator:
             )
 
 
+def _may_move(generation: Generation) -> bool:
+    """Whether nothing of its answer has come, and neither its client nor its deadline nor an earlier move forbids."""
+    return generation.may_move and not generation.has_begun and not is_over(generation.request)
+
+
 def _nobody_counts(_num_sequences: int, _num_tokens: int) -> None:
     pass
 
@@ -353,46 +389,5 @@ class _Step:
         """Requests that this front end has ended, by why."""
 
 
-def _error_of(finish: Finish) -> TokenmillError:
-    """Why the engine gave a request up."""
-    message = finish.message or "the engine failed on this request"
-    if finish.retry_after_s is not None:
-        return NotBegunError(message, finish.retry_after_s)
-    return EngineError(message) if finish.param is None else InvalidRequestError(message, finish.param)
-
-
 def _results(finished: Sequence[tuple[Generation, Collector]]) -> list[RequestOutput]:
     return [collector.result(generation) for generation, collector in finished]
-
-
-def _engine_requests(
-    generation: Generation, choices: Sequence[Choice], media: tuple[MediaItem, ...]
-) -> list[AddRequest]:
-    """One request per choice. The choices of a seeded request have consecutive seeds. `media` travel with the first; by
-    the time that the others arrive, the engine core has their tensors."""
-    request = generation.request
-    prompt_token_ids = array("i", request.prompt_token_ids).tobytes()
-    sampling = msgspec.structs.replace(request.sampling, n=1, stop=(), bad_words=(), repetition_detection=None)
-    without_sent = tuple(
-        item if item.shared is not None else msgspec.structs.replace(item, tensors={}) for item in media
-    )
-    return [
-        AddRequest(
-            request_id=choice.request_id,
-            label=request.label,
-            prompt_token_ids=prompt_token_ids,
-            sampling=_for_choice(sampling, choice.index),
-            arrival_time=request.arrival_time,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            media=media if choice is choices[0] else without_sent,
-            second_text=request.second_text,
-        )
-        for choice in choices
-    ]
-
-
-def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
-    if sampling.seed is None or index == 0:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & _MAX_SEED)

@@ -239,3 +239,23 @@ async def test_the_engine_dies_meanwhile(tokenizer: Tokenizer, at_hand: bool) ->
         wanted = asked(tokenizer, supply)
         assert (await generator.complete(wanted)).outputs[0].token_ids == answer(wanted)
         assert [added.media for added in engines[0].added] == [supply.media]
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+async def test_another_engine_core_than_the_lost_one_gets_all_tensors(tokenizer: Tokenizer, at_hand: bool) -> None:
+    """Whether the lost one had been sent the request or waited for its media."""
+    async with generating(tokenizer, num_engines=2) as (generator, engines):
+        stores(engines, 1 << 20)
+        supply = Supply(items("cat"), believed=False, at_hand=at_hand)
+        if not at_hand:
+            supply.may_restore.clear()
+        engines[0].paused.set()
+        wanted = asked(tokenizer, supply, n=2)
+        waiting = asyncio.create_task(generator.complete(wanted))
+        await wait_until(lambda: generator.num_open == 2 and len(engines[0].added) == (2 if at_hand else 0))
+        generator.engine_lost(EngineLost(0, 0, "killed"))
+        supply.may_restore.set()
+        output = await waiting
+        assert [choice.token_ids for choice in output.outputs] == [answer(wanted)] * 2
+        assert [len(added.media[0].tensors) > 0 for added in engines[1].added] == [True, False]
+        assert (engines[1].num_missing, supply.num_cancelled) == (0, 0 if at_hand else 1)

@@ -40,6 +40,7 @@ class Generation:
         "engine",
         "first_token_time",
         "listener",
+        "may_move",
         "num_cached_tokens",
         "num_open",
         "num_preemptions",
@@ -54,6 +55,8 @@ class Generation:
         self.request = request
         self.listener = listener
         self.engine = engine
+        self.may_move = True
+        """To another engine core, if this one is lost before it has begun."""
         self.num_cached_tokens = 0
         self.prefill_s = 0.0
         """From the first step in the engine core to the first token."""
@@ -69,6 +72,12 @@ class Generation:
         self.choices = [Choice(index, self, tokenizer) for index in range(sampling.n)]
         self.num_open = sampling.n
         self._num_silent = sampling.n
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of the answer has come."""
+        is_silent = self._num_silent == self.num_open == len(self.choices)
+        return not is_silent or bool(self._prompt_logprobs)
 
     @property
     def num_tokens(self) -> int:
