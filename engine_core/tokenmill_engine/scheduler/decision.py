@@ -123,17 +123,24 @@ class Decider:
         if self._turns is not None:
             share = self._turns.share(num_single, num_elsewhere, in_flight)
             singles, contexts = singles[:share], contexts[:share]
-        tokens = self._budget.for_step(len(singles), int(contexts.sum()), num_elsewhere)
+        many, num_streams = (running[:0], 0) if all_single else self._streams_first(running[~is_single])
+        tokens = self._budget.for_step(len(singles), int(contexts.sum()), num_elsewhere + num_streams)
         singles, allowance = singles[: tokens.num_decodes], self._encoder.share(tokens, preempted)
         if all_single:
             return singles, np.ones(len(singles), dtype=np.int32), allowance
-        many = running[~is_single]
-        rows = zip(many.tolist(), pending[~is_single].tolist(), table.num_computed[many].tolist(), strict=True)
+        pending = table.num_tokens[many] - table.num_computed[many]
+        rows = zip(many.tolist(), pending.tolist(), table.num_computed[many].tolist(), strict=True)
         chunks = np.array([allowance.grant(table.request(slot), *row) for slot, *row in rows], dtype=np.int32)
         slots = np.concatenate([singles, many[chunks > 0]])
         num_scheduled = np.ones(len(slots), dtype=np.int32)
         num_scheduled[len(singles) :] = chunks[chunks > 0]
         return slots, num_scheduled, allowance
+
+    def _streams_first(self, slots: IntArray) -> tuple[IntArray, int]:
+        """Those that generate already, and so keep somebody waiting, before those that are at their prompt; and how
+        many the first are."""
+        generate = self._table.num_computed[slots] >= self._table.num_prompt[slots]
+        return np.concatenate([slots[generate], slots[~generate]]), int(np.count_nonzero(generate))
 
     def _growth(self, slots: IntArray, num_scheduled: IntArray) -> tuple[IntArray, int]:
         """Rows whose tokens exceed their blocks, and how many blocks they lack together."""

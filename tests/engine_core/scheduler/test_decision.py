@@ -269,3 +269,15 @@ class TestPreemption:
             assert "raise kv_cache_memory_bytes (on a GPU gpu_memory_utilization) or tensor_parallel_size for" in text
             assert "or lower max_num_seqs." in text
             assert any(f"Request {request.label} ({request.request_id})" in text for request in requests)
+
+
+def test_who_has_several_tokens_to_compute_is_a_stream_all_the_same() -> None:
+    """A prompt beside it gets no more than beside one that computes a single token."""
+    driver = Driver(Setting(num_blocks=2000, budget=4096, explicit_budget=False, depth=1))
+    driver.add(1, prompt(3), FOREVER, known={0: prompt(9)})
+    next_plan(driver)
+    driver.add(2, prompt(3000), FOREVER)
+    with_known, with_one = next_plan(driver), next_plan(driver)
+    assert rows(with_known)[0] == (10, True)
+    assert rows(with_one)[0] == (1, True)
+    assert with_known.num_tokens == with_one.num_tokens < 1000
