@@ -1,6 +1,5 @@
 """Models on a CUDA device: loading, logits against the CPU in float32, bfloat16 fidelity, graph capture."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.support.tiny_models import VOCAB_SIZE, Family, cached_tiny_model, mak
 from tokenmill_engine.models.dense_decoder import DenseDecoder
 from tokenmill_engine.models.loader import load_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 CUDA = torch.device("cuda", 0)
 
@@ -26,15 +25,6 @@ CASES: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3-wide-heads": ("qwen3", {"head_dim": 128}),
 }
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    """Float32 products in full precision, so that they can be compared."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def load_on_cuda(name: Path, **changes: Any) -> DenseDecoder:

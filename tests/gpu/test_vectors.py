@@ -1,10 +1,7 @@
 """Vectors on a CUDA device, in float32 against transformers on the CPU: a random BERT, and a random Qwen3 in chunks and
 after hits in the prefix cache."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.support.embedding_models import tiny_bert
 from tests.support.tiny_models import cached_tiny_model
@@ -12,18 +9,9 @@ from tests.support.vector_requests import NOTHING, decoder, encoder, relative_er
 from tokenmill_engine.config.pooling import PoolingKind
 from tokenmill_engine.messages import FinishReason
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 TOLERANCE = 5e-3
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    """Float32 products in full precision, so that they can be compared."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("kind", ["mean", "cls", "last"])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill_engine.config.architecture import Activation, ArchitectureConfig, RopeConfig, TextEncoderConfig
+from tokenmill_engine.config.json_values import positive
 from tokenmill_engine.errors import ConfigError
 
 _CLASSIFIER = "BertForSequenceClassification"
@@ -42,20 +43,20 @@ def parse_text_encoder(config: Mapping[str, Any], source: str) -> ArchitectureCo
     activation = config.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"{source}: hidden_act {activation!r} is not supported, only {', '.join(_ACTIVATIONS)}")
-    num_heads, hidden_size = _positive(config, "num_attention_heads", source), _positive(config, "hidden_size", source)
+    num_heads, hidden_size = positive(config, "num_attention_heads", source), positive(config, "hidden_size", source)
     if hidden_size % num_heads:
         raise ConfigError(f"{source}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
-    num_types = _positive(config, "type_vocab_size", source)
+    num_types = positive(config, "type_vocab_size", source)
     if name == _CLASSIFIER and num_types < 2:
         raise ConfigError(f"{source}: type_vocab_size must be 2 or more for pairs of texts, not {num_types}")
-    num_positions = _positive(config, "max_position_embeddings", source)
-    num_layers = _positive(config, "num_hidden_layers", source)
+    num_positions = positive(config, "max_position_embeddings", source)
+    num_layers = positive(config, "num_hidden_layers", source)
     stated = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     return ArchitectureConfig(
         name=name,
-        vocab_size=_positive(config, "vocab_size", source),
+        vocab_size=positive(config, "vocab_size", source),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size", source),
+        intermediate_size=positive(config, "intermediate_size", source),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
@@ -74,10 +75,3 @@ def parse_text_encoder(config: Mapping[str, Any], source: str) -> ArchitectureCo
             scores_pairs=name == _CLASSIFIER,
         ),
     )
-
-
-def _positive(config: Mapping[str, Any], key: str, source: str) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"{source}: {key} must be a positive integer, not {value!r}")
-    return value

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from tokenmill_engine.config.architecture import ArchitectureConfig, RopeConfig
 from tokenmill_engine.config.hf_bert import TEXT_ENCODERS, parse_text_encoder
 from tokenmill_engine.config.hf_media import MEDIA_ARCHITECTURES, decoder_json, media_architecture
+from tokenmill_engine.config.json_values import optional_positive, positive
 from tokenmill_engine.errors import ConfigError
 
 Json = dict[str, Any]
@@ -74,26 +75,26 @@ def _parse_architecture(config: Mapping[str, Any], source: str) -> ArchitectureC
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"{source}: hidden_act {activation!r} is not supported, only 'silu'")
-    hidden_size = _positive(config, "hidden_size", source)
-    num_heads = _positive(config, "num_attention_heads", source)
-    num_layers = _positive(config, "num_hidden_layers", source)
-    num_kv_heads = _optional_positive(config, "num_key_value_heads", source) or (
+    hidden_size = positive(config, "hidden_size", source)
+    num_heads = positive(config, "num_attention_heads", source)
+    num_layers = positive(config, "num_hidden_layers", source)
+    num_kv_heads = optional_positive(config, "num_key_value_heads", source) or (
         8 if name == "MistralForCausalLM" else num_heads
     )
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{source}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
-    head_dim = _optional_positive(config, "head_dim", source) or (
+    head_dim = optional_positive(config, "head_dim", source) or (
         128 if name == "Qwen3ForCausalLM" else hidden_size // num_heads
     )
     attention_bias = bool(config.get("attention_bias", False)) and name in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     rope, max_position = _rope(config, head_dim, _max_position(config, name, source), source)
     return ArchitectureConfig(
         name=name,
-        vocab_size=_positive(config, "vocab_size", source),
+        vocab_size=positive(config, "vocab_size", source),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size", source),
+        intermediate_size=positive(config, "intermediate_size", source),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -121,25 +122,9 @@ def _architecture_name(config: Mapping[str, Any], source: str) -> str:
     raise ConfigError(f"{source} names {found}; supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}")
 
 
-def _optional_positive(config: Mapping[str, Any], key: str, source: str) -> int | None:
-    value = config.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"{source}: {key} must be a positive integer, not {value!r}")
-    return value
-
-
-def _positive(config: Mapping[str, Any], key: str, source: str) -> int:
-    value = _optional_positive(config, key, source)
-    if value is None:
-        raise ConfigError(f"{source} has no {key}")
-    return value
-
-
 def _max_position(config: Mapping[str, Any], name: str, source: str) -> int:
     family_default = {"LlamaForCausalLM": 2048, "MistralForCausalLM": 131072}.get(name, 32768)
-    return _optional_positive(config, "max_position_embeddings", source) or family_default
+    return optional_positive(config, "max_position_embeddings", source) or family_default
 
 
 def _checkpoint_dtype(config: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16"]:
@@ -154,7 +139,7 @@ def _layer_windows(config: Mapping[str, Any], name: str, num_layers: int, source
     `max_window_layers` name; Llama never."""
     if name == "LlamaForCausalLM":
         return (None,) * num_layers
-    window = _optional_positive(config, "sliding_window", source) if "sliding_window" in config else 4096
+    window = optional_positive(config, "sliding_window", source) if "sliding_window" in config else 4096
     if name == "MistralForCausalLM":
         return (window,) * num_layers
     if not config.get("use_sliding_window", False):

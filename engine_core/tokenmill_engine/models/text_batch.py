@@ -55,6 +55,7 @@ def make_batch(texts: Sequence[NDArray[np.int32]], seconds: Sequence[int], devic
     kinds = positions >= np.asarray(seconds, dtype=np.int64)[text_of_token]
 
     def put(values: NDArray[np.int64] | NDArray[np.bool_]) -> torch.Tensor:
+        # From memory that is not pinned: the driver has read it when this returns, and may wait for that.
         return torch.from_numpy(values).to(device, non_blocking=True)
 
     return TextBatch(

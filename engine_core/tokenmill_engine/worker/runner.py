@@ -1,5 +1,6 @@
 """What carries step plans out, as those see it who hand them in and wait for results. Torch-free."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -56,10 +57,12 @@ class StepWorker(Protocol):
 
 
 def execute_masked(worker: StepWorker, plan: StepPlan, receive: Callable[[], TokenMasks | None]) -> PendingStep:
-    """Enqueue one step whose masks follow. `receive` waits for them; it is called once, whatever goes wrong."""
+    """Enqueue one step whose masks follow. `receive` waits for them; it is called once, whatever goes wrong. What goes
+    wrong first is raised."""
     try:
         launched = worker.launch(plan)
     except Exception:
-        receive()
+        with contextlib.suppress(Exception):
+            receive()
         raise
     return launched.choose(receive())

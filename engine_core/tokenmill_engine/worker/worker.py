@@ -64,7 +64,7 @@ class Worker:
         if config.model.architecture.text_encoder is not None:
             return self._initialize_text_encoder(config)
         with self._phase("device"):
-            backend = self._claim_device()
+            backend = self._open_backend()
             self._device, self._chain = backend.device, backend.chain
         with self._phase("model"):
             model = build_model(config.model, backend.device, backend.attention, backend.group, self._stage())
@@ -175,7 +175,7 @@ class Worker:
         num_layers = self._config.model.architecture.num_layers
         return share_layers(num_layers, self._chain.size, self._config.parallel.pipeline_layers)[self._chain.rank]
 
-    def _claim_device(self) -> Backend:
+    def _open_backend(self) -> Backend:
         if self._config.device.kind == "cpu":
             return CpuBackend(self._config, self._group, self._chain, self._media_links)
         # Importing it imports Triton, which only GPUs need.
