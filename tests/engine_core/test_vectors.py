@@ -9,7 +9,7 @@ import torch
 
 from tests.support.embedding_models import tiny_bert
 from tests.support.tiny_models import cached_tiny_model
-from tests.support.vector_requests import NOTHING, Vector, decoder, encoder, relative_error, states, texts
+from tests.support.vector_requests import NOTHING, Vector, decoder, encoder, relative_error, score, states, texts
 from tokenmill_engine.config.pooling import PoolingKind
 from tokenmill_engine.messages import FinishReason, SamplingParams
 
@@ -33,6 +33,17 @@ def test_texts_of_all_lengths_in_one_batch(kind: PoolingKind) -> None:
         assert (each.finishes, each.tokens) == ([FinishReason.STOP], [])
         assert relative_error(each.vectors[0], pooled[kind](states(tiny_bert(), prompt))) < TOLERANCE
         assert len(each.vectors) == 1
+
+
+def test_scores_of_pairs() -> None:
+    pairs = list(zip(texts(2, 17, 128, 40, 40), (1, 9, 100, 3, 37), strict=True))
+    with encoder("cls", scores_pairs=True) as requests:
+        for number, (prompt, second_text) in enumerate(pairs):
+            requests.add(number, prompt, NOTHING, second_text)
+        told = requests.run()
+    expected = [score(*pair) for pair in pairs]
+    assert len({round(each, 2) for each in expected}) == len(pairs)
+    assert [float(each.vectors[0][0]) for each in told] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_text_that_is_too_long_for_an_encoder_is_refused() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.embedding_models import tiny_bert
 from tests.support.tiny_models import cached_tiny_model
-from tests.support.vector_requests import NOTHING, decoder, encoder, relative_error, states, texts
+from tests.support.vector_requests import NOTHING, decoder, encoder, relative_error, score, states, texts
 from tokenmill_engine.config.pooling import PoolingKind
 from tokenmill_engine.messages import FinishReason
 
@@ -26,6 +26,17 @@ def test_an_encoder(kind: PoolingKind) -> None:
         expected = {"mean": hidden.mean(axis=0), "cls": hidden[0], "last": hidden[-1]}[kind]
         assert each.finishes == [FinishReason.STOP]
         assert relative_error(each.vectors[0], expected) < TOLERANCE
+
+
+def test_scores_of_pairs() -> None:
+    pairs = list(zip(texts(2, 17, 128, 40, 40), (1, 9, 100, 3, 37), strict=True))
+    with encoder("cls", device="cuda", scores_pairs=True) as requests:
+        for number, (prompt, second_text) in enumerate(pairs):
+            requests.add(number, prompt, NOTHING, second_text)
+        told = requests.run()
+    expected = [score(*pair) for pair in pairs]
+    assert len({round(each, 2) for each in expected}) == len(pairs)
+    assert [float(each.vectors[0][0]) for each in told] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("budget", [16, 512])

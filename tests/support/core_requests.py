@@ -37,10 +37,10 @@ class CoreRequests:
         self.core = EngineCore(config, executor, capacity, wake=lambda: self._woken.put(None))
         self.told: dict[int, Told] = defaultdict(Told)
 
-    def add(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> int:
+    def add(self, number: int, prompt: Sequence[int], sampling: SamplingParams, second_text: int = 0) -> int:
         request_id = make_request_id(0, 0, number)
         packed = np.array(prompt, dtype="<i4").tobytes()
-        self.core.handle(AddRequest(request_id, "label", packed, sampling, float(number)))
+        self.core.handle(AddRequest(request_id, "label", packed, sampling, float(number), second_text=second_text))
         return request_id
 
     def step(self) -> None:

@@ -23,11 +23,22 @@ MINILM = Path(_SPEC.origin).parent / "model" if _SPEC and _SPEC.origin else Path
 @cache
 def tiny_bert() -> Path:
     """A random BERT whose vectors differ clearly. Nobody may change it."""
-    from transformers import BertConfig, BertModel
+    return _random_bert("BertModel")
+
+
+@cache
+def tiny_cross_encoder() -> Path:
+    """One that scores pairs of texts, without a tokenizer. Nobody may change it."""
+    return _random_bert("BertForSequenceClassification")
+
+
+def _random_bert(name: str) -> Path:
+    import transformers
 
     folder = Path(tempfile.mkdtemp(prefix="tokenmill-tiny-bert-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    config = BertConfig(
+    config = transformers.BertConfig(
+        num_labels=1,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         num_hidden_layers=3,
@@ -36,7 +47,7 @@ def tiny_bert() -> Path:
         max_position_embeddings=128,
         initializer_range=0.2,
     )
-    BertModel(config).save_pretrained(folder)
+    getattr(transformers, name)(config).save_pretrained(folder)
     return folder
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.core_requests import CoreRequests
-from tests.support.embedding_models import tiny_bert
+from tests.support.embedding_models import tiny_bert, tiny_cross_encoder
 from tests.support.model_loading import model_config
 from tests.support.tiny_models import VOCAB_SIZE
 from tokenmill_engine.config.engine import CacheConfig, DeviceConfig, DeviceKind, EngineConfig, SchedulerConfig
@@ -42,10 +42,15 @@ def requests_to(
 
 @contextmanager
 def encoder(
-    kind: PoolingKind = "mean", num_slots: int = 4, budget: int = 128, device: DeviceKind = "cpu"
+    kind: PoolingKind = "mean",
+    num_slots: int = 4,
+    budget: int = 128,
+    device: DeviceKind = "cpu",
+    scores_pairs: bool = False,
 ) -> Iterator[CoreRequests]:
     scheduler = SchedulerConfig(max_num_seqs=num_slots, max_num_batched_tokens=budget, whole_prompts=True)
-    with requests_to(tiny_bert(), kind, scheduler, CacheConfig(enable_prefix_caching=False), device) as requests:
+    cache = CacheConfig(enable_prefix_caching=False)
+    with requests_to(tiny_cross_encoder() if scores_pairs else tiny_bert(), kind, scheduler, cache, device) as requests:
         yield requests
 
 
@@ -69,6 +74,17 @@ def states(folder: Path, token_ids: list[int]) -> Vector:
     with torch.no_grad():
         hidden = _reference(folder)(torch.tensor([token_ids])).last_hidden_state[0]
     return np.asarray(hidden.numpy())
+
+
+def score(token_ids: list[int], second_text: int) -> float:
+    """Of a pair by transformers, on the CPU."""
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tiny_cross_encoder(), dtype=torch.float32)
+    kinds = [int(index >= second_text) for index in range(len(token_ids))]
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([token_ids]), token_type_ids=torch.tensor([kinds])).logits
+    return float(logits[0, 0])
 
 
 def texts(*lengths: int) -> list[list[int]]:
