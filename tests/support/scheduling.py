@@ -22,6 +22,9 @@ from tokenmill_engine.scheduler.outcome import StepOutcome
 from tokenmill_engine.scheduler.scheduler import Scheduler
 from tokenmill_engine.scheduler.turns import steps_under_way
 
+_Known = dict[int, tuple[Request, Sequence[int]]]
+"""By row of a plan, its request and what follows the token that it yields."""
+
 
 @dataclass
 class Told:
@@ -109,6 +112,7 @@ class Driver:
         self._media: dict[int, tuple[MediaPlace, ...]] = {}
         """By slot."""
         self._known: dict[int, Mapping[int, Sequence[int]]] = {}
+        self._late: _Known = {}
         self._in_flight: deque[tuple[StepPlan, FakeHandle]] = deque()
 
     def _make_executor(self) -> FakeExecutor:
@@ -167,8 +171,12 @@ class Driver:
             plan = self.scheduler.apply(decision)
             self._check_plan(plan)
             self.plans.append(plan)
+            known, is_late = self._known_of(plan), len(self._in_flight) == 1 and self.setting.num_stages == 1
             self._in_flight.append((plan, self.executor.submit(plan)))
-            self.scheduler.foresee(self._known_of(plan))
+            if is_late and self.depth == 2:
+                self._late = known
+            else:
+                self.scheduler.foresee(self._rows(known))
             self.scheduler.check_invariants()
         if not self._in_flight:
             return False
@@ -179,6 +187,9 @@ class Driver:
         except EngineError as error:
             outcome = self.scheduler.fail_step(plan, str(error))
         self._tell(outcome)
+        # As the engine core does: what follows the token of a step is known when the one before it is taken in.
+        late, self._late = self._late, {}
+        self.scheduler.foresee(self._rows(late))
         self.scheduler.check_invariants()
         return True
 
@@ -197,16 +208,19 @@ class Driver:
         alone.run()
         return alone.told[request.request_id].tokens
 
-    def _known_of(self, plan: StepPlan) -> dict[int, Sequence[int]]:
-        """By row, what follows the tokens that it yields."""
-        known: dict[int, Sequence[int]] = {}
+    def _known_of(self, plan: StepPlan) -> _Known:
+        known: _Known = {}
         running = {request.slot: request for request in self.requests.values() if request.slot >= 0}
         for row in plan.samples.nonzero()[0].tolist():
             request = running[int(plan.slots[row])]
             index = int(plan.num_computed[row] + plan.num_scheduled[row]) - request.num_prompt_tokens
             if index in self._known[request.request_id]:
-                known[row] = self._known[request.request_id][index]
+                known[row] = request, self._known[request.request_id][index]
         return known
+
+    def _rows(self, known: _Known) -> dict[int, Sequence[int]]:
+        """Of requests that have not ended; some may wait again."""
+        return {row: token_ids for row, (request, token_ids) in known.items() if request.finish_reason is None}
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.setting.budget

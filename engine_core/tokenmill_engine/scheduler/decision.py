@@ -2,12 +2,13 @@
 
 There is no prefill phase and no decode phase: every request has tokens it should have computed and tokens it has,
 and a step hands out its budget (`scheduler.budget` says how much) to let them catch up. Running requests come first,
-those that need a single token before those that need many; what is left over admits waiting ones. Whatever does not
-fit is cut and goes on later.
+those that need a single token, or know a few more (`scheduler.foresight`), before those that need many; what is left
+over admits waiting ones. Whatever does not fit is cut and goes on later.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from tokenmill_engine.scheduler.encoder_budget import EncoderBudget, MediaAllowa
 from tokenmill_engine.scheduler.queue import WaitingQueue
 from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 from tokenmill_engine.scheduler.turns import Turns
+
+_MOST_KNOWN: Final = 64
+"""Tokens that a stream computes in a step beside others. One that knows more of its text computes it as prompts are."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,7 +106,8 @@ class Decider:
     def _share_budget(
         self, running: IntArray, in_flight: Sequence[StepPlan], preempted: Sequence[Request]
     ) -> tuple[IntArray, IntArray, MediaAllowance]:
-        """Rows to compute, tokens of each, and what is left: single tokens first, each kind in order of admission."""
+        """Rows to compute, tokens of each, and what is left: streams first, which need one token or know a few, then
+        prompts in order of admission."""
         table = self._table
         num_tokens = table.num_tokens[running]
         unfinished = num_tokens < table.max_total[running]
@@ -112,35 +117,34 @@ class Decider:
         if self._turns is not None:
             num_unfinished, running = len(running), self._turns.ready(running)
             num_elsewhere, num_tokens = num_unfinished - len(running), table.num_tokens[running]
-        pending = num_tokens - table.num_computed[running]
-        is_single = pending == 1
+        num_computed = table.num_computed[running]
+        pending = num_tokens - num_computed
+        is_stream = pending == 1
         if table.num_with_media:
             # A placeholder may have to wait for its image, even the last token of a prompt.
-            is_single &= table.num_computed[running] >= table.media_end[running]
-        num_single = int(np.count_nonzero(is_single))
-        all_single = num_single == len(running)
-        singles, contexts = (running, num_tokens) if all_single else (running[is_single], num_tokens[is_single])
+            is_stream &= num_computed >= table.media_end[running]
+        streams, counts, contexts, num_long = running, pending, num_tokens, 0
+        if not is_stream.all():
+            generates = num_computed >= table.num_prompt[running]
+            is_stream |= generates & (pending <= _MOST_KNOWN)
+            num_long = int(np.count_nonzero(generates & ~is_stream))
+            # One that has much to compute keeps nobody waiting who has little.
+            order = is_stream.nonzero()[0][np.argsort(pending[is_stream], kind="stable")]
+            streams, counts, contexts = running[order], pending[order], num_tokens[order]
+        num_streams = len(streams)
         if self._turns is not None:
-            share = self._turns.share(num_single, num_elsewhere, in_flight)
-            singles, contexts = singles[:share], contexts[:share]
-        many, num_streams = (running[:0], 0) if all_single else self._streams_first(running[~is_single])
-        tokens = self._budget.for_step(len(singles), int(contexts.sum()), num_elsewhere + num_streams)
-        singles, allowance = singles[: tokens.num_decodes], self._encoder.share(tokens, preempted)
-        if all_single:
-            return singles, np.ones(len(singles), dtype=np.int32), allowance
-        pending = table.num_tokens[many] - table.num_computed[many]
-        rows = zip(many.tolist(), pending.tolist(), table.num_computed[many].tolist(), strict=True)
+            share = self._turns.share(num_streams, num_elsewhere, in_flight)
+            streams, counts, contexts = streams[:share], counts[:share], contexts[:share]
+        tokens = self._budget.for_step(int(counts.sum()), int(contexts.sum()), num_elsewhere + num_long)
+        streams, counts = _within(tokens.num_decodes, streams, counts)
+        allowance = self._encoder.share(tokens, preempted)
+        if num_streams == len(running):
+            return streams, counts, allowance
+        many = running[~is_stream]
+        rows = zip(many.tolist(), pending[~is_stream].tolist(), num_computed[~is_stream].tolist(), strict=True)
         chunks = np.array([allowance.grant(table.request(slot), *row) for slot, *row in rows], dtype=np.int32)
-        slots = np.concatenate([singles, many[chunks > 0]])
-        num_scheduled = np.ones(len(slots), dtype=np.int32)
-        num_scheduled[len(singles) :] = chunks[chunks > 0]
-        return slots, num_scheduled, allowance
-
-    def _streams_first(self, slots: IntArray) -> tuple[IntArray, int]:
-        """Those that generate already, and so keep somebody waiting, before those that are at their prompt; and how
-        many the first are."""
-        generate = self._table.num_computed[slots] >= self._table.num_prompt[slots]
-        return np.concatenate([slots[generate], slots[~generate]]), int(np.count_nonzero(generate))
+        slots = np.concatenate([streams, many[chunks > 0]])
+        return slots, np.concatenate([counts, chunks[chunks > 0]]), allowance
 
     def _growth(self, slots: IntArray, num_scheduled: IntArray) -> tuple[IntArray, int]:
         """Rows whose tokens exceed their blocks, and how many blocks they lack together."""
@@ -187,3 +191,11 @@ class Decider:
             free -= needed
             reserved += self._kv.num_groups
         return admissions
+
+
+def _within(num_tokens: int, slots: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """The first of `slots` that have so many tokens together, and how many each of them computes of its `counts`."""
+    if counts.sum() <= num_tokens:
+        return slots, counts
+    counts = np.clip(num_tokens - (np.cumsum(counts) - counts), 0, counts).astype(np.int32)
+    return slots[counts > 0], counts[counts > 0]

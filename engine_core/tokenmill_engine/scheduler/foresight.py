@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tokenmill_engine.outputs import StepPlan, StepResult, TokenAppend
 from tokenmill_engine.scheduler.slots import SlotTable
@@ -23,13 +24,16 @@ class Foresight:
         self._appends: list[tuple[int, TokenAppend]] = []
         """Those that no plan has brought to the workers, with the epoch of the slot."""
 
-    def add(self, plan: StepPlan, known: Mapping[int, Sequence[int]]) -> None:
-        """The token of each row in `known` is followed by these. `plan` is the one made last; its rows are of requests
-        that still run. What would exceed the length of the output is left out."""
+    def add(self, plan: StepPlan, epochs: NDArray[np.int64], known: Mapping[int, Sequence[int]]) -> None:
+        """The token of each row in `known` is followed by these. `plan` is the one made last, when its slots had these
+        `epochs`: what is of requests that have left since is left out, and what would exceed the length of an output.
+        """
         table = self._table
         kept: dict[int, list[int]] = {}
         for row, token_ids in known.items():
             slot = int(plan.slots[row])
+            if table.epochs[slot] != epochs[row]:
+                continue
             start = int(table.num_tokens[slot])
             fitting = list(token_ids[: int(table.max_total[slot]) - start])
             if fitting:
@@ -46,12 +50,12 @@ class Foresight:
         appends, self._appends = self._appends, []
         return [append for epoch, append in appends if self._table.epochs[append.slot] == epoch]
 
-    def completed(self, plan: StepPlan, result: StepResult) -> tuple[StepResult, int]:
-        """`result` with what is known to follow its tokens, and how many tokens that are."""
+    def completed(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """`result` with what is known to follow its tokens."""
         known = self._by_step.pop(plan.step, {})
         known = {row: token_ids for row, token_ids in known.items() if result.num_new[row]}
         if not known:
-            return result, 0
+            return result
         num_new = result.num_new.copy()
         width = max(int(num_new[row]) + len(token_ids) for row, token_ids in known.items())
         completed = np.full((plan.num_reqs, max(width, result.token_ids.shape[1])), -1, dtype=np.int32)
@@ -59,4 +63,4 @@ class Foresight:
         for row, token_ids in known.items():
             completed[row, num_new[row] : num_new[row] + len(token_ids)] = token_ids
             num_new[row] += len(token_ids)
-        return replace(result, token_ids=completed, num_new=num_new), sum(map(len, known.values()))
+        return replace(result, token_ids=completed, num_new=num_new)

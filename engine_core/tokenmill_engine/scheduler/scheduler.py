@@ -140,7 +140,8 @@ class Scheduler:
     def foresee(self, known: Mapping[int, Sequence[int]]) -> None:
         """By row of the plan applied last: tokens that are known to follow the one that it yields."""
         if known:
-            self._foresight.add(self._in_flight[-1].plan, known)
+            step = self._in_flight[-1]
+            self._foresight.add(step.plan, step.epochs, known)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take in the result of the oldest step in flight. Rows whose request has left are dropped."""
@@ -159,10 +160,10 @@ class Scheduler:
         table.num_committed[slots] += plan.num_scheduled[rows]
         prompt_logprobs = new_prompt_logprobs(table, plan, result, rows)
         self._correct_optimism(slots, result.num_new[rows], plan.samples[rows])
-        result, num_known = self._foresight.completed(plan, result)
-        self.counters.num_known_tokens += num_known
+        num_sampled, result = result.num_new[rows], self._foresight.completed(plan, result)
         token_ids, num_new = result.token_ids[rows], result.num_new[rows]
         kept_here, stops_here = append_tokens(table, slots, token_ids, num_new, self._eos_token_ids)
+        self.counters.num_known_tokens += int(np.maximum(kept_here - num_sampled, 0).sum())
         stops.update((int(rows[index]), stop) for index, stop in stops_here.items())
         self._publish_full_blocks(slots)
         kept = np.zeros(plan.num_reqs, dtype=np.int32)

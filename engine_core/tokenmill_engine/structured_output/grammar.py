@@ -29,8 +29,11 @@ class Matcher(Protocol):
         """The next token. Raises GrammarError if it may not follow, or what follows takes too long."""
 
     def forced(self) -> list[int]:
-        """The tokens of a text that has to follow, as the tokenizer writes it; empty if there is a choice. No token at
-        the end of which the text may go on so that the tokenizer would write it otherwise."""
+        """The tokens of a text that has to follow, as the tokenizer writes it; empty if there is a choice, or that is
+        not known. No token at the end of which the text may go on so that the tokenizer would write it otherwise.
+
+        Raises GrammarError if that takes too long.
+        """
 
 
 class Grammar(Protocol):

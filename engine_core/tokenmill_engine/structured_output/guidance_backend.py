@@ -117,7 +117,10 @@ class GuidanceMatcher:
 
     def forced(self) -> list[int]:
         """As `Matcher`."""
-        return self._matcher.compute_ff_tokens()
+        forced = self._matcher.compute_ff_tokens()
+        if not forced:
+            _check(self._matcher)
+        return forced
 
 
 class _Tokens:

@@ -36,6 +36,9 @@ _LEAST_KNOWN: Final = 1 / 3
 """Known tokens for each row of a step. On a GPU a step that computes several tokens of some rows takes a quarter longer
 than one that computes a single token of each."""
 
+_MOST_AT_ONCE: Final = 256
+"""Known tokens of an output that are told at once; there may be as many again in the next step."""
+
 Failure = tuple[int, GrammarError]
 """A request and what is wrong."""
 
@@ -57,23 +60,32 @@ class _Output:
     may_jump: bool
     num_tokens: int = 0
     slot: int = -1
+    most_tokens: int = 0
+    """That there may be."""
     forced: list[int] = field(default_factory=list)
     """Tokens that have to follow, as far as that was looked at: they stay the same, whenever they are computed."""
+    num_taken: int = 0
+    """Of `forced`."""
 
     def next_forced(self) -> list[int]:
-        """Tokens that have to follow, up to where the output may end; there may be more once these are taken in."""
-        if self.may_jump and not self.forced:
-            forced = self.matcher.forced()
+        """Tokens that have to follow, up to where the output may end; there may be more once these are taken in.
+
+        Raises GrammarError as `Matcher.forced`.
+        """
+        if self.may_jump and self.num_taken == len(self.forced):
+            forced = self.matcher.forced()[: self.most_tokens - self.num_tokens]
             if forced:
                 is_end = np.isin(forced, self.put_off)
-                self.forced = forced[: int(is_end.argmax())] if is_end.any() else forced
-        return self.forced
+                forced = forced[: int(is_end.argmax())] if is_end.any() else forced
+            self.forced, self.num_taken = forced, 0
+        return self.forced[self.num_taken : self.num_taken + _MOST_AT_ONCE]
 
     def accept(self, token_id: int) -> None:
         """The next token. Raises GrammarError as `Matcher.accept`."""
         self.matcher.accept(token_id)
-        self.forced = self.forced[1:]
         self.num_tokens += 1
+        if self.num_taken < len(self.forced):
+            self.num_taken += 1
 
 
 class StructuredRequests:
@@ -220,6 +232,7 @@ class StructuredRequests:
             put_off_always=ends if sampling.ignore_eos else np.empty(0, np.int64),
             min_tokens=sampling.min_tokens,
             may_jump=self._jumps and not _looks_at_tokens(sampling),
+            most_tokens=request.max_tokens,
         )
         request.sampling = msgspec.structs.replace(sampling, min_tokens=0, ignore_eos=False)
         request.stop_token_ids = tuple(dict.fromkeys((*self._end_token_ids, *request.stop_token_ids)))
@@ -230,28 +243,30 @@ class StructuredRequests:
             return None
         bits = np.zeros((len(rows), self._num_words), dtype=np.int32)
         for index, (row, output) in enumerate(rows):
-            forced = output.next_forced()
-            if forced:
-                bits[index, forced[0] // 32] = _bits_of(np.array(forced[:1]))[0]
-            else:
-                self._fill(bits, index, output)
+            forced = self._fill(bits, index, output)
             if len(forced) > 1:
                 self._known[row] = forced[1:]
         return TokenMasks(np.array([row for row, _ in rows], dtype=np.int32), bits)
 
-    def _fill(self, bits: NDArray[np.int32], row: int, output: _Output) -> None:
+    def _fill(self, bits: NDArray[np.int32], row: int, output: _Output) -> list[int]:
+        """Returns what has to follow: its first token is all that is allowed then."""
         try:
+            forced = output.next_forced()
+            if forced:
+                bits[row, forced[0] // 32] = _bits_of(np.array(forced[:1]))[0]
+                return forced
             output.matcher.fill(bits, row)
         except GrammarError as error:
             self._fail(output, error)
             bits[row] = -1
-            return
+            return []
         put_off = output.put_off if output.num_tokens < output.min_tokens else output.put_off_always
         if len(put_off):
             others = bits[row].copy()
             np.bitwise_and.at(others, put_off // 32, ~_bits_of(put_off))
             if others.any():
                 bits[row] = others
+        return []
 
     def _accept(self, output: _Output, token_ids: list[int]) -> None:
         for token_id in token_ids:

@@ -28,7 +28,6 @@ class XgrammarBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = import_xgrammar()
-        self._vocabulary = vocabulary
         self._tokens = self._library.TokenizerInfo(
             vocabulary.token_bytes,
             self._library.VocabType.RAW,
@@ -43,16 +42,13 @@ class XgrammarBackend:
             compiled = _compile(compiler, spec)
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(_first_line(error)) from error
-        self._try(self._grammar(compiled))
+        self._try(XgrammarGrammar(self._library, compiled))
         serialized: str = compiled.serialize_json()
         return serialized
 
     def load(self, compiled: str) -> "XgrammarGrammar":
         """As `GrammarBackend`."""
-        return self._grammar(self._library.CompiledGrammar.deserialize_json(compiled, self._tokens))
-
-    def _grammar(self, compiled: Any) -> "XgrammarGrammar":
-        return XgrammarGrammar(self._library, compiled, self._vocabulary)
+        return XgrammarGrammar(self._library, self._library.CompiledGrammar.deserialize_json(compiled, self._tokens))
 
     def _try(self, grammar: "XgrammarGrammar") -> None:
         """Raises GrammarError if an output soon takes too long: better than when others wait for it."""
@@ -72,20 +68,20 @@ class XgrammarBackend:
 class XgrammarGrammar:
     """Tables of one grammar."""
 
-    def __init__(self, library: Any, compiled: Any, vocabulary: Vocabulary) -> None:
-        self._library, self._compiled, self._vocabulary = library, compiled, vocabulary
+    def __init__(self, library: Any, compiled: Any) -> None:
+        self._library, self._compiled = library, compiled
         self.num_bytes: int = compiled.memory_size_bytes
 
     def matcher(self) -> "XgrammarMatcher":
         """As `Grammar`."""
-        return XgrammarMatcher(self._library.GrammarMatcher(self._compiled), self._vocabulary)
+        return XgrammarMatcher(self._library.GrammarMatcher(self._compiled))
 
 
 class XgrammarMatcher:
     """State of one output."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
 
     def fill(self, bits: NDArray[np.int32], row: int) -> None:
         """As `Matcher`."""
@@ -101,10 +97,8 @@ class XgrammarMatcher:
         _check_time(began)
 
     def forced(self) -> list[int]:
-        """As `Matcher`."""
-        text = "" if self._matcher.is_terminated() else self._matcher.find_jump_forward_string()
-        # Of a single character there is nothing to be gained.
-        return self._vocabulary.encode_beginning(text) if len(text) > 1 else []
+        """As `Matcher`. The library can tell, but has no limit: it looks for ever at what never ends."""
+        return []
 
 
 def _check_time(began: float) -> None:

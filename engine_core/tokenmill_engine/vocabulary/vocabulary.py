@@ -10,9 +10,6 @@ from tokenmill_engine.vocabulary.gguf_tokenizer import load_gguf_tokenizer
 from tokenmill_engine.vocabulary.hf_tokenizer import load_hf_tokenizer
 from tokenmill_engine.vocabulary.token_bytes import build_token_bytes
 
-_FOLLOWERS = ("a", "0", " ", '"', ":", ",", "}", "\n")
-"""Of each kind of character one, and what often follows in JSON."""
-
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -34,15 +31,6 @@ class Vocabulary:
             if b"".join(map(self.token_bytes.__getitem__, token_ids)) == text.encode():
                 return token_ids
         return []
-
-    def encode_beginning(self, text: str) -> list[int]:
-        """The first of `encode(text)`: those that hardly any text behind it would change."""
-        beginning = self.encode(text)
-        for follower in _FOLLOWERS:
-            other = self.encode(text + follower)
-            same = [ours == theirs for ours, theirs in zip(beginning, other, strict=False)]
-            beginning = beginning[: same.index(False) if False in same else len(same)]
-        return beginning
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids

@@ -8,6 +8,7 @@ from tests.support.scheduling import Driver, Setting
 from tokenmill_engine.messages import SamplingParams
 from tokenmill_engine.outputs import StepPlan
 from tokenmill_engine.request import RequestState
+from tokenmill_engine.scheduler.budget import MIN_PREFILL_TOKENS
 
 FOREVER = SamplingParams(max_tokens=None, ignore_eos=True)
 
@@ -272,12 +273,37 @@ class TestPreemption:
 
 
 def test_who_has_several_tokens_to_compute_is_a_stream_all_the_same() -> None:
-    """A prompt beside it gets no more than beside one that computes a single token."""
+    """A prompt beside it gets no more than beside one that computes a single token, but for those."""
     driver = Driver(Setting(num_blocks=2000, budget=4096, explicit_budget=False, depth=1))
-    driver.add(1, prompt(3), FOREVER, known={0: prompt(9)})
+    driver.add(1, prompt(3), FOREVER, known={0: prompt(9), 2: prompt(200)})
     next_plan(driver)
     driver.add(2, prompt(3000), FOREVER)
-    with_known, with_one = next_plan(driver), next_plan(driver)
-    assert rows(with_known)[0] == (10, True)
-    assert rows(with_one)[0] == (1, True)
-    assert with_known.num_tokens == with_one.num_tokens < 1000
+    plans = [next_plan(driver) for _ in range(4)]
+    assert next(rows(plan)[0] for plan in plans if plan.num_reqs > 1) == (10, True)
+    assert all(plan.num_tokens < 1000 for plan in plans)
+
+
+def test_who_knows_a_few_tokens_waits_for_nobody_and_leaves_something_to_prompts() -> None:
+    """Neither for others that know more, nor for one that knows hundreds, which is computed as prompts are."""
+    driver = Driver(Setting(num_blocks=4000, max_num_seqs=40, budget=4096, explicit_budget=False, depth=1))
+    long, short = 32, 3
+    for number in range(32):
+        driver.add(number, prompt(3, number), FOREVER, known={0: prompt(long if number % 2 else short)})
+    driver.add(32, prompt(3), FOREVER, known={0: prompt(2000)})
+    next_plan(driver)
+    driver.add(33, prompt(3000), FOREVER)
+    plan = next_plan(driver)
+    counts = sorted(count for count, samples in rows(plan) if samples)
+    assert counts == [1 + short] * 16 + [1 + long] * 16
+    assert plan.num_tokens - sum(counts) >= MIN_PREFILL_TOKENS
+    assert not [count for count, samples in rows(plan) if not samples and count > 512]
+
+
+def test_of_known_tokens_too_a_step_computes_no_more_than_its_budget() -> None:
+    driver = Driver(Setting(num_blocks=400, budget=8, depth=1))
+    for number in range(3):
+        driver.add(number, prompt(2, number), FOREVER, known={0: prompt(5)})
+    next_plan(driver)
+    assert rows(next_plan(driver)) == [(6, True), (2, False)]
+    assert driver.step()
+    driver.scheduler.check_invariants()

@@ -66,3 +66,26 @@ def test_of_a_step_that_fails_nothing_comes(driver: Driver) -> None:
     outcome = scheduler.fail_step(first, "no")
     assert len(outcome.token_ids) == 0
     assert scheduler.num_unfinished == 0
+
+
+def test_what_has_left_before_it_is_known_leaves_its_slot_alone(driver: Driver) -> None:
+    """Also if it waits in the queue again."""
+    scheduler = driver.scheduler
+    first = scheduler.apply(scheduler.schedule())
+    scheduler._put_back(driver.requests[1])
+    scheduler.foresee({0: [8, 9], 1: [8, 9]})
+    second = scheduler.apply(scheduler.schedule())
+    assert [start.slot for start in second.starts] == [first.slots[0]]
+    assert [append.slot for append in second.known] == [first.slots[1]]
+    scheduler.check_invariants()
+
+
+def test_what_follows_a_stop_does_not_count(driver: Driver) -> None:
+    driver.add(3, [3, 4], SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=(9,)))
+    scheduler = driver.scheduler
+    scheduler.abort(1)
+    plan = scheduler.apply(scheduler.schedule())
+    scheduler.foresee({0: [8], 1: [8, 9, 10, 11]})
+    outcome = scheduler.commit(plan, yielded(plan.step, 20, 7))
+    assert outcome.num_tokens.tolist() == [2, 3]
+    assert scheduler.counters.num_known_tokens == 3

@@ -1,5 +1,6 @@
 """What both libraries make of what users ask for: outputs that follow it, or a refusal."""
 
+import contextlib
 import json
 import random
 import re
@@ -93,18 +94,16 @@ def test_outputs_follow_the_schema(
         jsonschema.validate(json.loads(output), schema)
 
 
-@pytest.mark.parametrize("name", ["xgrammar", "guidance"])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(schema=schemas, seed=st.integers(0, 2**32), whitespace=st.booleans())
 def test_what_is_forced_is_all_that_may_follow(
-    name: str, schema: Any, seed: int, whitespace: bool, request: pytest.FixtureRequest
+    guidance: GuidanceBackend, schema: Any, seed: int, whitespace: bool
 ) -> None:
     """Token by token, wherever an output has come to."""
-    backend: CompilingBackend = request.getfixturevalue(name)
     wanted = spec("json", schema, any_whitespace=whitespace)
-    if refusal(backend, wanted) is not None:
+    if refusal(guidance, wanted) is not None:
         return
-    grammar = compiled(backend, wanted)
+    grammar = compiled(guidance, wanted)
     output = random_output(grammar, random.Random(seed))
     if output is None:
         return
@@ -120,14 +119,26 @@ def test_what_is_forced_is_all_that_may_follow(
     assert not forced
 
 
-@pytest.mark.parametrize("name", ["xgrammar", "guidance"])
-def test_names_of_properties_are_forced(name: str, request: pytest.FixtureRequest) -> None:
-    grammar = compiled(request.getfixturevalue(name), spec("json", PERSON, any_whitespace=False))
-    matcher = grammar.matcher()
+def test_names_of_properties_are_forced(guidance: GuidanceBackend) -> None:
+    matcher = compiled(guidance, spec("json", PERSON, any_whitespace=False)).matcher()
     assert bytes(matcher.forced()).startswith(b'{"name":')
     for byte in b'{"name": "':
         matcher.accept(byte)
     assert matcher.forced() == []
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "guidance"])
+@pytest.mark.parametrize("grammar", ['start: "ab" start', 'start: /[a-c]{5}/ loop\nloop: "ab" loop'])
+def test_what_never_ends_is_not_looked_at_for_ever(name: str, grammar: str, request: pytest.FixtureRequest) -> None:
+    backend: CompilingBackend = request.getfixturevalue(name)
+    wanted = spec("grammar", grammar)
+    if refusal(backend, wanted) is not None:
+        return
+    matcher = compiled(backend, wanted).matcher()
+    with contextlib.suppress(GrammarError):
+        for _ in range(40):
+            assert len(matcher.forced()) < 100_000
+            matcher.accept(int(np.flatnonzero(allowed_tokens(matcher))[0]))
 
 
 @pytest.mark.parametrize(

@@ -116,3 +116,20 @@ def test_what_was_forced_stays_so(
     assert len(found) > 3
     assert found[1:] == known
     assert structured.forget(0, FinishReason.ABORT) is None
+
+
+def test_long_texts_are_told_in_parts_and_no_more_than_an_output_may_have(admitted: Admit) -> None:
+    structured, requests = admitted("cpu", ["(ab0x){300}"])
+    plan, num_taken = first_plan(requests), 0
+    while num_taken < 60:
+        masks = structured.masked(plan, tokens_in_flight=False).masks
+        assert masks is not None
+        (word,) = masks.bits[0].nonzero()[0].tolist()
+        token_ids = [32 * word + int(masks.bits.view(np.uint32)[0, word]).bit_length() - 1]
+        token_ids += structured.known_tokens().get(0, [])
+        assert len(token_ids) <= min(256, 60 - num_taken)
+        structured.take(np.array([0]), np.array([len(token_ids)], np.int32), np.array(token_ids, np.int32))
+        num_taken += len(token_ids)
+        plan = replace(plan, step=plan.step + 1, starts=[])
+    assert num_taken == 60
+    assert structured.failures() == []

@@ -86,15 +86,6 @@ def test_pieces_of_text_are_written_exactly_or_not_at_all() -> None:
     assert vocabulary.encode("ab</s>") == []
 
 
-def test_the_beginning_of_a_text_is_what_others_leave_as_it_is() -> None:
-    backend = build_gguf_tokenizer(sentencepiece(), "test.gguf")
-    vocabulary = Vocabulary(build_token_bytes(backend), frozenset(), (), backend)
-    assert vocabulary.encode_beginning("bc") == vocabulary.encode("bc") == [backend.token_to_id("bc")]
-    # What an "a" behind it would be written with.
-    assert vocabulary.encode_beginning("b c") == vocabulary.encode("b c")[:-1]
-    assert vocabulary.encode_beginning("c") == vocabulary.encode_beginning("") == []
-
-
 def test_sentencepiece_prefixes_each_part_between_special_tokens() -> None:
     backend = build_gguf_tokenizer(sentencepiece(), "test.gguf")
     assert backend.encode("ab</s>ab", add_special_tokens=False).tokens == ["▁ab", "</s>", "▁ab"]
