@@ -148,8 +148,8 @@ class StepPlan:
     """Applied before anything else in the step. A slot may be started again without notice of its end."""
     appends: list[BlockAppend] = field(default_factory=list)
     known: list[TokenAppend] = field(default_factory=list)
-    """Tokens that nobody samples, since nothing else may stand there; at most one entry for each slot, none of one that
-    starts."""
+    """Tokens that nobody samples, since nothing else may stand there; at most one entry for each slot, of rows that do
+    not start."""
     sampled: SampledTokens | None = None
     """Of earlier steps, for a worker that does not sample; written before anything else, starts too."""
     media: StepMedia | None = None

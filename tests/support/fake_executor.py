@@ -190,7 +190,7 @@ class FakeExecutor:
             assert len(table) == append.start
             table.extend(append.block_ids)
         for known in plan.known:
-            assert known.slot not in {start.slot for start in plan.starts}
+            assert known.slot in set(plan.slots.tolist()) - {start.slot for start in plan.starts}
             assert len(self._slots[known.slot].tokens) == known.start
             self._slots[known.slot].tokens.extend(known.token_ids)
 

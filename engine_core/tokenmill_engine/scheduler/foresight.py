@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenmill_engine.outputs import StepPlan, StepResult, TokenAppend
-from tokenmill_engine.scheduler.slots import SlotTable
+from tokenmill_engine.scheduler.slots import IntArray, SlotTable
 
 
 class Foresight:
@@ -43,12 +43,15 @@ class Foresight:
         if kept:
             self._by_step[plan.step] = kept
 
-    def appends(self) -> list[TokenAppend]:
-        """What the next plan has to bring, without what is of requests that have left. It is not given again."""
+    def appends(self, slots: IntArray) -> list[TokenAppend]:
+        """What a plan with rows of `slots` has to bring: what is of other requests comes with theirs, since a plan may
+        fail, and its requests with it. It is not given again, and what is of requests that have left never."""
         if not self._appends:
             return []
-        appends, self._appends = self._appends, []
-        return [append for epoch, append in appends if self._table.epochs[append.slot] == epoch]
+        computed = set(slots.tolist())
+        living = [(epoch, append) for epoch, append in self._appends if self._table.epochs[append.slot] == epoch]
+        self._appends = [each for each in living if each[1].slot not in computed]
+        return [append for _, append in living if append.slot in computed]
 
     def completed(self, plan: StepPlan, result: StepResult) -> StepResult:
         """`result` with what is known to follow its tokens."""

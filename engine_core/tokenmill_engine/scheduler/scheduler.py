@@ -289,7 +289,7 @@ class Scheduler:
             num_decodes=num_decodes,
             starts=starts,
             appends=appends,
-            known=self._foresight.appends(),
+            known=self._foresight.appends(slots),
             media=self._encoder.assign(table, slots, num_computed, after) if table.num_with_media else None,
         )
 
