@@ -32,14 +32,21 @@ class Flow(FlowControl):
         elif self._is_wanted:
             super().resume_reading()
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
         """Has `on_gone` called when the client goes before the answer to its current request is complete. Only a
-        connection that is read tells that."""
+        connection that is read tells that.
+
+        Returns what ends that. The next request may watch already by then, and goes on watching: its client sends it
+        as soon as the answer is complete, though whoever sent the answer still has something to do.
+        """
+
+        def stop() -> None:
+            if self._on_gone is on_gone:
+                self._on_gone = None
+
         self._on_gone = on_gone
         self.resume_reading()
-
-    def unwatch(self) -> None:
-        self._on_gone = None
+        return stop
 
     def gone(self) -> None:
         """The client is gone."""

@@ -123,5 +123,4 @@ def call_when_gone(receive: Receive, on_gone: Callable[[], None]) -> Callable[[]
         return asyncio.get_running_loop().call_soon(on_gone).cancel
     if not isinstance(cycle.flow, Flow):
         return None
-    cycle.flow.watch(on_gone)
-    return cycle.flow.unwatch
+    return cycle.flow.watch(on_gone)
