@@ -3,6 +3,7 @@ loop wait, and the process ends with either of them.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -36,8 +37,9 @@ _MAX_QUEUED = 1000
 """Messages on their way to one API server, beside what the operating system holds."""
 _RETRY_S = 0.001
 _FULL_RETRY_S = 0.02
-_HANDLE_S = 0.005
-"""How long messages may keep the loop from its next step; those that are left wait for the turn after it."""
+_HANDLE_S, _HANDLE_SHARE = 0.005, 0.25
+"""How long messages may keep the loop from its next step, or that share of what the last one took, if it is more; those
+that are left wait for the turn after it. Where they wait, nobody counts them and no other may go first."""
 
 OnClient = Callable[[int, int], None]
 """Called with an API server and its incarnation."""
@@ -53,6 +55,7 @@ class Inbox:
         self._messages: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
         self._stopped = False
         self._error: Exception | None = None
+        self._drained_at = math.inf
 
     def start(self) -> None:
         threading.Thread(target=die_with, args=(self._receive,), name="inbox", daemon=True).start()
@@ -81,11 +84,13 @@ class Inbox:
         return self._messages.empty()
 
     def drain(self, handle: Callable[[ClientMessage], None], wait: bool, timeout_s: float | None) -> bool:
-        """Handle what has arrived, in order, for a few milliseconds at most; if nothing has and `wait`, what arrives
-        first within `timeout_s` seconds (None: ever). False: stop. Raises what `fail` was given."""
+        """Handle what has arrived, in order, for a few milliseconds, or a part of the time since the last call, at
+        most; if nothing has and `wait`, what arrives first within `timeout_s` seconds (None: ever). False: stop. Raises
+        what `fail` was given."""
+        busy_s = 0.0 if wait else max(0.0, time.monotonic() - self._drained_at)
         try:
             message = self._messages.get(block=wait, timeout=timeout_s)
-            deadline = time.monotonic() + _HANDLE_S
+            deadline = time.monotonic() + max(_HANDLE_S, _HANDLE_SHARE * busy_s)
             while not self._stopped:
                 if self._error is not None:
                     raise self._error
@@ -96,6 +101,8 @@ class Inbox:
                 message = self._messages.get(block=False)
         except queue.Empty:
             pass
+        finally:
+            self._drained_at = time.monotonic()
         return not self._stopped
 
     def _receive(self) -> None:

@@ -1,12 +1,13 @@
 """Text that has to follow is computed at once, and nothing else changes."""
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.engine_core.engine.test_structured import generate, read_tokens, running_core, watched_core
+from tests.engine_core.engine.test_structured import generate, read_tokens, running_core, text, watched_core
 from tests.support.grammars import spec
-from tokenmill_engine.messages import AbortRequests, FinishReason, SamplingParams
+from tokenmill_engine.messages import AbortRequests, FinishReason, SamplingParams, StructuredSpec
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +94,31 @@ def test_who_leaves_before_what_has_to_follow_is_written_leaves_nothing() -> Non
             )
             assert [each.tokens for each in told] == [each.tokens for each in alone]
             core.run()
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        spec("choice", ["<|im_end|>"]),
+        spec("json", {"const": "caf\u00e9 cafe\u0301 <|im_start|> \u212b \U0001f642"}, any_whitespace=False),
+        spec("grammar", 'root ::= "na" ("\u00e9" | "\u00e8") " end"'),
+        spec("grammar", 'root ::= "ab" root'),
+    ],
+    ids=lambda wanted: wanted.text[:20],
+)
+def test_odd_texts(wanted: StructuredSpec, jumps: bool) -> None:
+    """Names of special tokens, characters that tokenizers compose, alternatives that differ within a character, and
+    what never ends."""
+    with running_core(ahead=True, jumps=jumps) as core:
+        sampling = SamplingParams(max_tokens=80, temperature=0.0, structured=wanted)
+        told, beside = core.run_until_finished([core.add(1, [5, 6], sampling), core.add(2, [5, 6, 7], sampling)])
+    assert told.tokens == beside.tokens
+    if told.finishes == [FinishReason.STOP]:
+        written = text(told.tokens)
+        assert wanted.kind != "choice" or written in json.loads(wanted.text)
+        assert wanted.kind != "json" or json.loads(written) == json.loads(wanted.text)["const"]
+        assert wanted.kind != "grammar" or written in ("na\u00e9 end", "na\u00e8 end")
+    else:
+        assert told.finishes == [FinishReason.LENGTH]
+        assert wanted.text.endswith("root")

@@ -59,6 +59,23 @@ class TestInbox:
         assert 1 <= max(turns) <= 6
         assert seen == [Hello(number) for number in range(100)]
 
+    def test_where_steps_are_long_more_is_taken_in_between_them(self, inbox: Inbox) -> None:
+        """Hundreds of texts are soon counted, and others may go before them."""
+        for number in range(100):
+            inbox.put(Hello(number))
+        seen: list[ClientMessage] = []
+
+        def handle(message: ClientMessage) -> None:
+            seen.append(message)
+            time.sleep(0.001)
+
+        assert inbox.drain(handle, wait=False, timeout_s=None)
+        assert len(seen) < 20
+        time.sleep(0.4)
+        before = len(seen)
+        assert inbox.drain(handle, wait=False, timeout_s=None)
+        assert len(seen) - before > 20
+
     def test_it_waits_no_longer_than_allowed(self, inbox: Inbox) -> None:
         seen: list[ClientMessage] = []
         assert inbox.drain(seen.append, wait=False, timeout_s=None)

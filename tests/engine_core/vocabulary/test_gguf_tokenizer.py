@@ -4,6 +4,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tokenmill_engine.errors import ConfigError
 from tokenmill_engine.vocabulary.gguf_tokenizer import build_gguf_tokenizer
@@ -73,17 +75,30 @@ def test_sentencepiece_without_space_prefix_and_bos() -> None:
     assert build_gguf_tokenizer(metadata, "test.gguf").encode("ab c").tokens == ["ab", "▁", "c"]
 
 
-def test_pieces_of_text_are_written_exactly_or_not_at_all() -> None:
+def test_pieces_of_text_are_written_exactly() -> None:
     """Without the space in front of the first one, and without special tokens."""
     backend = build_gguf_tokenizer(sentencepiece(), "test.gguf")
     written = build_token_bytes(backend)
     special = backend.token_to_id("</s>")
     written[special] = b""
     vocabulary = Vocabulary(written, frozenset({special}), (special,), backend)
-    for text in ("ab", " ab", "c ab", "é"):
+    for text in ("ab", " ab", "c ab", "é", "", "ab</s>", "</s>", "a</s> abc<s>"):
         assert b"".join(written[token_id] for token_id in vocabulary.encode(text)) == text.encode()
+        assert special not in vocabulary.encode(text)
     assert vocabulary.encode("ab") == [backend.token_to_id("ab")]
-    assert vocabulary.encode("ab</s>") == []
+
+
+def test_what_is_normalized_elsewhere_is_written_exactly() -> None:
+    """Of byte-level BPE that composes characters. A byte that no token writes cannot be had."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    vocabulary = Vocabulary(build_token_bytes(backend), frozenset(), (), backend)
+    for text in ("e\u0301", "\u212b", "caf\u00e9 e\u0301"):
+        assert b"".join(vocabulary.token_bytes[token_id] for token_id in vocabulary.encode(text)) == text.encode()
+    assert Vocabulary([b"", *vocabulary.token_bytes[1:]], frozenset(), (), backend).encode("!") == []
 
 
 def test_sentencepiece_prefixes_each_part_between_special_tokens() -> None:
