@@ -66,7 +66,7 @@ class EngineCore:
     the model is in stages, one step is in each of them.
 
     `capacity` is what the executor's worker offers, `engine` the number that API servers know it by. `began` is when
-    the start did, of the monotonic clock; None if nobody is to be told how long it takes. `wake` is called, in another
+    the start did, of the monotonic clock; None if nobody is to be told how long it takes. `wake` is called, in any
     thread, when `step` has something to do that no message said.
     """
 

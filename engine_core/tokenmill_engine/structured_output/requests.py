@@ -92,7 +92,7 @@ class StructuredRequests:
     """Used by one thread."""
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
-        """`wake` is called, in another thread, when `ready` has something new."""
+        """`wake` is called, in any thread, when `ready` has something new."""
         self._store = GrammarStore(config, wake)
         self._end_token_ids = config.model.eos_token_ids
         self._num_words = -(-config.model.architecture.vocab_size // 32)

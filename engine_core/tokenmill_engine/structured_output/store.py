@@ -38,7 +38,7 @@ class GrammarStore:
     """Used by one thread."""
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
-        """`wake` is called, in another thread, whenever `finished` has something new."""
+        """`wake` is called, in any thread, whenever `finished` has something new."""
         model = config.model
         self._model, self._wake = model, wake
         self._wanted = config.structured_output.backend
@@ -64,10 +64,13 @@ class GrammarStore:
         """Begin to compile, unless that has begun."""
         if spec not in self._compiling:
             self._compiling.add(spec)
-            self._turns.join(spec)
+            try:
+                self._turns.join(spec)
+            except NotBegunError as error:
+                self._finish(spec, error)
 
     def give_up(self, spec: StructuredSpec) -> None:
-        """Nobody waits for it any more: others go first. What has begun is finished."""
+        """Nobody waits for it any more: others go first. A turn that has begun is finished."""
         if self._turns.leave(spec):
             self._compiling.discard(spec)
 
@@ -79,7 +82,8 @@ class GrammarStore:
             except Empty:
                 return
             self._compiling.discard(spec)
-            if not isinstance(grammar, TokenmillError):
+            # It comes twice if it was given up in its turn, and wanted again after that.
+            if not isinstance(grammar, TokenmillError) and spec not in self._cache:
                 self._keep(spec, grammar)
             yield spec, grammar
 

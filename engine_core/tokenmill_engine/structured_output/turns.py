@@ -1,17 +1,18 @@
 """Who is compiled when: nobody waits for those that take long.
 
 Each grammar has a short turn first, which nearly all are ready in. The others have a long one after that: one at a
-time, or a few while nobody waits for a short one. While long turns are of use, all wait for theirs. Those that have
-waited for a while in which none was are sent away: what they wait for is likely to be in vain.
+time, or a few while nobody waits for a short one. While long turns are of use, all wait for theirs. Those behind more
+of them in a row that were in vain than there may be at once are sent away: their own is likely to be in vain as well.
+Turns are counted, not seconds: each has as much processor time, and how long that takes depends on what else goes on.
 """
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
 from tokenmill_engine.config.device import usable_cpus
+from tokenmill_engine.errors import NotBegunError
 from tokenmill_engine.ipc.priority import give_way
 from tokenmill_engine.messages import StructuredSpec
 
@@ -19,8 +20,6 @@ _AT_ONCE: Final = 4
 """Turns."""
 _MAX_LONG: Final = 3
 """Of them, while nobody waits for a short one; one less than there are processors, where these are few."""
-_MAX_WAIT_S: Final = 2.0
-"""For a long turn, while none is of use."""
 
 
 class Turns:
@@ -34,32 +33,37 @@ class Turns:
         self._take_turn, self._send_away = take_turn, send_away
         self._changed = threading.Condition()
         self._short: OrderedDict[StructuredSpec, None] = OrderedDict()
-        self._long: OrderedDict[StructuredSpec, float] = OrderedDict()
-        """And since when they wait."""
+        self._begun: dict[StructuredSpec, bool] = {}
+        """Whose short turn is under way, and whether they are still waited for."""
+        self._long: OrderedDict[StructuredSpec, int] = OrderedDict()
+        """And how many long turns in a row were in vain while they waited."""
         self._max_long = max(1, min(_MAX_LONG, usable_cpus() - 1))
         self._num_long = 0
         """Turns of that kind under way."""
-        self._last_use = 0.0
-        """When the last of them ended that was enough."""
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
         self._is_closed = False
 
     def join(self, spec: StructuredSpec) -> None:
-        """Wait for a short turn."""
+        """Wait for a short turn, or for what follows the one under way. Raises NotBegunError if the machine allows not
+        even one thread."""
         with self._changed:
+            if spec in self._begun:
+                self._begun[spec] = True
+                return
+            if len(self._short) >= self._num_idle and len(self._threads) < _AT_ONCE:
+                self._start_thread()
             self._short[spec] = None
-            if len(self._short) > self._num_idle and len(self._threads) < _AT_ONCE:
-                self._threads.append(threading.Thread(target=self._run, name="grammar", daemon=True))
-                self._threads[-1].start()
             self._changed.notify()
 
     def leave(self, spec: StructuredSpec) -> bool:
-        """Wait no more. Returns whether it did, which a turn under way does not."""
+        """Wait no more. Returns whether it did. No long turn follows a short one under way, which is finished."""
         with self._changed:
-            left = spec in self._short or spec in self._long
+            left = spec in self._short or spec in self._begun or spec in self._long
             self._short.pop(spec, None)
             self._long.pop(spec, None)
+            if spec in self._begun:
+                self._begun[spec] = False
             return left
 
     def close(self) -> None:
@@ -69,6 +73,17 @@ class Turns:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def _start_thread(self) -> None:
+        """The others do, if there are any, where no more can be had. Raises as `join`."""
+        thread = threading.Thread(target=self._run, name="grammar", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise NotBegunError(f"grammars cannot be prepared now: {error}") from error
+        else:
+            self._threads.append(thread)
 
     def _run(self) -> None:
         give_way()
@@ -85,26 +100,34 @@ class Turns:
                 continue
             is_enough = self._take_turn(spec, is_long)
             with self._changed:
-                self._num_long -= is_long
-                if is_long and is_enough:
-                    self._last_use = time.monotonic()
-                elif not is_long and not is_enough:
-                    self._long[spec] = time.monotonic()
-                self._changed.notify()
+                if is_long:
+                    self._num_long -= 1
+                    for each, num_vain in self._long.items():
+                        self._long[each] = 0 if is_enough else num_vain + 1
+                elif self._begun.pop(spec) and not is_enough:
+                    self._long[spec] = 0
 
     def _wait(self) -> tuple[StructuredSpec, bool, bool] | None:
         """The next one, whether its turn is a long one, and whether it is to be sent away; None: no more turns."""
         while not self._is_closed:
-            left_s = None
-            if self._long:
-                since = max(self._last_use, next(iter(self._long.values())))
-                left_s = since + _MAX_WAIT_S - time.monotonic()
-                if left_s <= 0:
-                    return self._long.popitem(last=False)[0], False, True
-            if self._long and self._num_long < (1 if self._short else self._max_long):
-                self._num_long += 1
-                return self._long.popitem(last=False)[0], True, False
-            if self._short:
-                return self._short.popitem(last=False)[0], False, False
-            self._changed.wait(left_s)
+            found = self._next()
+            if found is not None:
+                # There may be more to do: without those that wait for a short turn, more long ones begin.
+                self._changed.notify()
+                return found
+            self._changed.wait()
+        return None
+
+    def _next(self) -> tuple[StructuredSpec, bool, bool] | None:
+        if self._long:
+            spec, num_vain = next(iter(self._long.items()))
+            is_late = num_vain > self._max_long
+            if is_late or self._num_long < (1 if self._short else self._max_long):
+                del self._long[spec]
+                self._num_long += not is_late
+                return spec, not is_late, is_late
+        if self._short:
+            spec, _ = self._short.popitem(last=False)
+            self._begun[spec] = True
+            return spec, False, False
         return None

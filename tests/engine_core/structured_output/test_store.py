@@ -23,7 +23,7 @@ from tokenmill_engine.config.engine import EngineConfig, SchedulerConfig
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import EngineError, NotBegunError, TokenmillError
 from tokenmill_engine.messages import StructuredSpec
-from tokenmill_engine.structured_output import backends, turns
+from tokenmill_engine.structured_output import backends
 from tokenmill_engine.structured_output import compiler as compiler_module
 from tokenmill_engine.structured_output import store as store_module
 from tokenmill_engine.structured_output.grammar import Grammar, GrammarError
@@ -134,7 +134,8 @@ def test_hostile_ones_end_and_harm_nobody(waiting: Waiting) -> None:
 
 def test_nobody_waits_for_many_hostile_ones(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
     """What came after them is ready before the first of them is refused, and most need not be tried to their limit."""
-    monkeypatch.setattr(turns, "_MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(store_module, "_FIRST_LIMIT_S", 0.25)
+    monkeypatch.setattr(store_module, "_LIMIT_S", 0.5)
     many = [spec("json", endless(str(number))) for number in range(10)]
     fine = [spec("choice", ["yes", str(number)]) for number in range(3)]
     results: dict[StructuredSpec, Grammar | TokenmillError] = {}
@@ -199,6 +200,41 @@ def test_what_nobody_waits_for_any_more_is_not_begun(waiting: Waiting) -> None:
     assert waiting.store.find(given_up) is None
     (grammar,) = waiting.compile(given_up)
     assert not isinstance(grammar, TokenmillError), "it may be wanted again"
+
+
+def test_what_comes_twice_is_kept_once(waiting: Waiting) -> None:
+    """It is given up in its turn and, before anybody has seen what came of that, wanted again."""
+    wanted = spec("regex", "twice")
+    waiting.compile(spec("regex", "once"))
+    process = compiler(waiting)
+    process.suspend()
+    waiting.store.compile(wanted)
+    wait_for(lambda: num_unread_bytes(waiting) > 0, PATIENCE_S, "the question to be asked")
+    waiting.store.give_up(wanted)
+    process.resume()
+    waiting.woken.get(timeout=PATIENCE_S)
+    wait_for(lambda: not waiting.store._turns._begun, PATIENCE_S, "the turn to end")
+    waiting.store.compile(wanted)
+    waiting.woken.get(timeout=PATIENCE_S)
+    assert [each for each, _ in waiting.store.finished()] == [wanted, wanted]
+    assert waiting.store._num_bytes == sum(each.num_bytes for each in waiting.store._cache.values())
+
+
+def test_without_a_thread_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compiled once there is one."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fresh = Waiting()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        (error,) = fresh.compile(spec("regex", "a"))
+    assert isinstance(error, NotBegunError)
+    assert error.retry_after_s == 1
+    (grammar,) = fresh.compile(spec("regex", "a"))
+    assert not isinstance(grammar, TokenmillError)
+    fresh.store.close()
 
 
 def test_a_compiler_that_dies_is_replaced(waiting: Waiting) -> None:

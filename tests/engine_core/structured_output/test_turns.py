@@ -2,13 +2,16 @@
 
 import os
 import queue
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support.grammars import spec
 from tests.support.server import PATIENCE_S, wait_for
+from tokenmill_engine.errors import NotBegunError
 from tokenmill_engine.messages import StructuredSpec
 from tokenmill_engine.structured_output import turns as turns_module
 from tokenmill_engine.structured_output.turns import Turns
@@ -46,24 +49,8 @@ class Work:
         return len(self.turns._long) == number
 
 
-class Clock:
-    """Stands still, unless a test says otherwise."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(turns_module, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Callable[..., Work]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Work]]:
     made: list[Work] = []
 
     def make(num_cpus: int = 2) -> Work:
@@ -106,37 +93,65 @@ def test_while_others_wait_for_short_turns_there_is_one_long_one(make: Callable[
     assert sum(is_long for _, is_long in [work.next() for _ in range(8)]) == 2
 
 
-def test_they_wait_while_long_turns_are_of_use(make: Callable[..., Work], clock: Clock) -> None:
-    """Else not for long."""
-    work = make()
-    for number in range(3):
+def test_they_wait_for_a_long_turn_that_may_be_of_use(
+    make: Callable[..., Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes: on a busy machine that says nothing of what comes of it."""
+    work, since = make(), time.monotonic()
+    for number in range(2):
         work.turns.join(named(SLOW, number))
-    first, *_ = (name for name, is_long in [work.next() for _ in range(4)] if is_long)
-    wait_for(lambda: work.has_long(2), PATIENCE_S, "the others to wait")
-    clock.now += 1.5
+    assert sum(is_long for _, is_long in [work.next() for _ in range(3)]) == 1
+    wait_for(lambda: work.has_long(1), PATIENCE_S, "the other one to wait")
+    monkeypatch.setattr(time, "monotonic", lambda: since + 3600)
+    work.turns.join(named(ORDINARY))
+    assert work.next() == ("ordinary 0", False)
     work.release.release()
-    second, is_long = work.next()
-    assert is_long
-    clock.now += 1.5
-    work.turns.join(named(ORDINARY, 1))
-    assert work.next() == ("ordinary 1", False)
-    assert work.sent_away.empty(), "it is three seconds late, but half of them were of use"
-    clock.now += 1
-    work.turns.join(named(ORDINARY, 2))
-    assert work.next() == ("ordinary 2", False)
-    assert {first, second, work.sent_away.get(timeout=PATIENCE_S)} == {f"slow {number}" for number in range(3)}
+    assert work.next()[1]
+    assert work.sent_away.empty()
 
 
-def test_long_turns_in_vain_are_of_no_use(make: Callable[..., Work], clock: Clock) -> None:
+@pytest.mark.parametrize(("num_cpus", "max_long"), [(1, 1), (64, 3)])
+def test_those_behind_more_turns_in_vain_than_there_are_at_once_are_sent_away(
+    make: Callable[..., Work], num_cpus: int, max_long: int
+) -> None:
+    work = make(num_cpus)
+    many = [named(HOSTILE, number) for number in range(2 * max_long)]
+    for each in many:
+        work.turns.join(each)
+    for _ in range(3 * max_long):
+        work.next()
+    wait_for(lambda: work.has_long(max_long), PATIENCE_S, "the others to wait")
+    for number in range(2):
+        work.turns.join(named(SLOW, number))
+        assert work.next() == (f"slow {number}", False)
+    wait_for(lambda: work.has_long(max_long + 2), PATIENCE_S, "those as well")
+    work.release.release(max_long)
+    assert all(is_long for _, is_long in [work.next() for _ in range(max_long)])
+    wait_for(lambda: work.has_long(2), PATIENCE_S, "as many in vain as there are at once")
+    assert work.sent_away.empty()
+    work.release.release()
+    assert [work.sent_away.get(timeout=PATIENCE_S) for _ in range(2)] == ["slow 0", "slow 1"]
+
+
+def test_a_turn_of_use_lets_the_others_wait_on(make: Callable[..., Work]) -> None:
+    """And who comes later has not seen those in vain."""
     work = make()
-    work.turns.join(named(HOSTILE))
-    assert [work.next() for _ in range(2)] == [("hostile 0", False), ("hostile 0", True)]
-    work.turns.join(named(SLOW))
-    assert work.next() == ("slow 0", False)
-    wait_for(lambda: work.has_long(1), PATIENCE_S, "it to wait")
-    clock.now += 3
+    kinds = [HOSTILE, SLOW, HOSTILE, HOSTILE, SLOW]
+    for number, kind in enumerate(kinds):
+        work.turns.join(named(kind, number))
+        assert work.next() == (f"{kind} {number}", False)
+        if number == 0:
+            assert work.next() == ("hostile 0", True)
+        wait_for(lambda number=number: work.has_long(number), PATIENCE_S, "it to wait")
+    for number, kind in [*enumerate(kinds)][1:4]:
+        work.release.release()
+        assert work.next() == (f"{kind} {number}", True)
+    work.turns.join(named(SLOW, 5))
+    assert work.next() == ("slow 5", False)
+    wait_for(lambda: work.has_long(2), PATIENCE_S, "it to wait")
     work.release.release()
-    assert work.sent_away.get(timeout=PATIENCE_S) == "slow 0"
+    assert work.sent_away.get(timeout=PATIENCE_S) == "slow 4"
+    assert work.next() == ("slow 5", True)
 
 
 def test_who_leaves_has_no_turn(make: Callable[..., Work]) -> None:
@@ -145,17 +160,90 @@ def test_who_leaves_has_no_turn(make: Callable[..., Work]) -> None:
     for number in range(5):
         work.turns.join(named(SLOW, number))
     assert sorted(work.next() for _ in range(4)) == [(f"slow {number}", False) for number in range(4)]
-    assert not work.turns.leave(named(SLOW, 0)), "its turn is under way"
     assert work.turns.leave(named(SLOW, 4))
     work.release_short.release(4)
     assert work.next()[1]
     wait_for(lambda: work.has_long(3), PATIENCE_S, "the others to wait for a long turn")
     waiting = [*work.turns._long]
     assert all(work.turns.leave(each) for each in waiting)
+    assert not any(work.turns.leave(named(SLOW, number)) for number in range(4)), "one has its long turn"
     work.release.release()
     work.turns.join(named(ORDINARY))
     work.release_short.release()
     assert work.next() == ("ordinary 0", False)
+
+
+def test_who_leaves_in_a_short_turn_has_no_long_one(make: Callable[..., Work]) -> None:
+    """Unless somebody comes back meanwhile: then it is the same turn, not another one."""
+    work = make()
+    work.holds_short = True
+    for number in range(2):
+        work.turns.join(named(SLOW, number))
+        assert work.next() == (f"slow {number}", False)
+        assert work.turns.leave(named(SLOW, number))
+    work.turns.join(named(SLOW, 1))
+    work.release_short.release(3)
+    assert work.next() == ("slow 1", True)
+    work.turns.join(named(ORDINARY))
+    assert work.next() == ("ordinary 0", False)
+    work.release.release()
+    wait_for(lambda: work.turns._num_idle == len(work.turns._threads), PATIENCE_S, "all to be done")
+    assert work.begun.empty()
+
+
+def test_no_thread_rests_while_there_is_something_to_do(make: Callable[..., Work]) -> None:
+    """Whatever order they come, leave and end in."""
+    chance, work = random.Random(0), make(num_cpus=64)
+    work.holds_short = True
+    turns = work.turns
+
+    def is_busy() -> bool:
+        with turns._changed:
+            may_begin = turns._short or (turns._long and turns._num_long < 3)
+            return not may_begin or turns._num_idle == 0
+
+    for number in range(300):
+        for _ in range(chance.randint(1, 3)):
+            chance.choice((work.release, work.release_short)).release()
+        turns.join(named(chance.choice((ORDINARY, SLOW, SLOW)), number))
+        turns.leave(named(SLOW, number - chance.randint(1, 9)))
+        wait_for(is_busy, PATIENCE_S, "a thread to begin", poll_s=0.001)
+
+
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_where_no_thread_can_be_had_the_next_one_tries_again(
+    make: Callable[..., Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = make()
+    with monkeypatch.context() as patch:
+        without_threads(patch)
+        with pytest.raises(NotBegunError, match="can't start new thread") as raised:
+            work.turns.join(named(ORDINARY, 0))
+    assert raised.value.retry_after_s == 1
+    work.turns.join(named(ORDINARY, 1))
+    assert work.next() == ("ordinary 1", False), "the first one does not wait"
+    wait_for(lambda: work.turns._num_idle == 1, PATIENCE_S, "it to end")
+    assert work.begun.empty()
+
+
+def test_where_no_more_threads_can_be_had_one_does_all(
+    make: Callable[..., Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = make()
+    work.holds_short = True
+    work.turns.join(named(ORDINARY, 0))
+    without_threads(monkeypatch)
+    for number in (1, 2):
+        work.turns.join(named(ORDINARY, number))
+    work.release_short.release(3)
+    assert [work.next() for _ in range(3)] == [(f"ordinary {number}", False) for number in range(3)]
+    assert len(work.turns._threads) == 1
 
 
 def test_they_give_way(make: Callable[..., Work]) -> None:
