@@ -26,13 +26,15 @@ def test_it_compares_kinds_with_as_many_tokens() -> None:
         "--flags",
         flags,
     ]
-    command += ["--rounds", "2", "--num-prompts", "4", "--concurrency", "2", "--input-len", "8", "--output-len", "12"]
+    command += ["--rounds", "2", "--num-prompts", "8", "--concurrency", "2", "--input-len", "8", "--output-len", "24"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["figures"].keys() == fields_by_kind(1).keys()
     assert told["by_free"].keys() == {"json_schema", "json_records", "logprobs"}
-    assert all(value > 0 for kind in told["by_free"].values() for value in kind.values())
+    for ratios in told["by_free"].values():
+        # Tokens that come together have no time between them.
+        assert all(value > 0 or (name.endswith("itl_ms") and value == 0) for name, value in ratios.items())
 
 
 def test_ratios_are_of_the_same_round() -> None:
