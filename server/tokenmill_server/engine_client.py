@@ -172,6 +172,11 @@ class EngineClient:
             self._close_link(engine)
         self._context.term()
 
+    @property
+    def num_taking(self) -> int:
+        """Engine cores that are connected and get new requests."""
+        return sum(map(self.balancer.takes_requests, self._links))
+
     def new_request_id(self) -> int:
         return self._ids.next()
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _STARTED_AT_A_TIME = 32
 """Requests that one turn of the event loop starts: a few milliseconds."""
+_MIN_OTHERS = 2
+"""Engine cores that take requests of a lost one: if one of these is what ended it, another core is left."""
 
 
 class TextGenerator:
@@ -167,8 +169,8 @@ class TextGenerator:
                 collector.leave()
 
     def engine_lost(self, lost: EngineLost) -> None:
-        """Fails everything that is open on an engine that is gone, and counts it; what it had not begun goes to others,
-        once, if they can take it."""
+        """Fails everything that is open on an engine that is gone, and counts it. Where two others are left, they get
+        that of which nothing has come back, once."""
         self._client.disconnect(lost)
         self._move(lost)
         self.fail_engine(lost.engine, EngineDeadError(lost.message))
@@ -217,14 +219,14 @@ class TextGenerator:
         )
 
     def _move(self, lost: EngineLost) -> None:
+        if self._client.num_taking < _MIN_OTHERS:
+            return
         of_engine = {
             id(c.generation): c.generation for c in self._choices.values() if c.generation.engine == lost.engine
         }
         num_moved = sum(_may_move(generation) and self._moved(generation) for generation in of_engine.values())
         if num_moved:
-            logger.info(
-                "%s: %d of its %d requests had not begun, others have them", lost.message, num_moved, len(of_engine)
-            )
+            logger.info("%s: others have %d of its %d requests", lost.message, num_moved, len(of_engine))
             self._tell_queue()
 
     def _moved(self, generation: Generation) -> bool:

@@ -98,23 +98,26 @@ def test_a_killed_engine_core_takes_only_its_own_requests_with_it(server: Server
     assert kept.stream.error is None
 
 
-def test_what_a_killed_engine_core_had_not_begun_is_answered_by_another(server: Server) -> None:
-    busy = stream(server, 0)
-    busy.wait_for_events(3)
-    sent = server.metric("engine_message_bytes_total", engine="1")
-    os.kill(server.engine_pids()[1], signal.SIGSTOP)
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S) as client, ThreadPoolExecutor() as pool:
+def test_another_answers_what_a_killed_engine_core_had_not(tiny_model: Path) -> None:
+    """Where two others are left."""
+    with start_server(str(tiny_model), *TINY_FLAGS, "-dp", "3") as server:
+        wait_for(lambda: server.metric("engine_up") == 3, PATIENCE_S, "three engine cores")
+        os.kill(server.engine_pids()[1], signal.SIGSTOP)
+        sent = server.metric("engine_message_bytes_total", engine="1")
         body = {"prompt": "Once upon", "max_tokens": 5, "ignore_eos": True, "n": 2}
-        free = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
-        wait_for(
-            lambda: server.metric("engine_message_bytes_total", engine="1") > sent, PATIENCE_S, "requests on their way"
-        )
-        server.kill(server.engine_pids()[1])
-        answers = [each.result() for each in free]
-    assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
-    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {10}
-    assert "had not begun, others have them" in server.log
-    busy.leave()
+        client = httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE_S)
+        with client, ThreadPoolExecutor() as pool:
+            free = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(6)]
+            wait_for(
+                lambda: server.metric("engine_message_bytes_total", engine="1") > sent,
+                PATIENCE_S,
+                "requests on their way",
+            )
+            server.kill(server.engine_pids()[1])
+            answers = [each.result() for each in free]
+        assert [answer.status_code for answer in answers] == [200] * 6, [answer.text for answer in answers]
+        assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {10}
+        assert re.search(r"others have \d of its \d requests", server.log)
 
 
 def check_answered(lost: list[BackgroundStream]) -> None:

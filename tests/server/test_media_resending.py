@@ -244,7 +244,7 @@ async def test_the_engine_dies_meanwhile(tokenizer: Tokenizer, at_hand: bool) ->
 @pytest.mark.parametrize("at_hand", [True, False])
 async def test_another_engine_core_than_the_lost_one_gets_all_tensors(tokenizer: Tokenizer, at_hand: bool) -> None:
     """Whether the lost one had been sent the request or waited for its media."""
-    async with generating(tokenizer, num_engines=2) as (generator, engines):
+    async with generating(tokenizer, num_engines=3) as (generator, engines):
         stores(engines, 1 << 20)
         supply = Supply(items("cat"), believed=False, at_hand=at_hand)
         if not at_hand:

@@ -1,5 +1,6 @@
-"""Requests that an engine core had not begun when it was lost: another one answers them."""
+"""Requests of which nothing has come back when their engine core is lost: where two are left, another answers them."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from tests.support.echo_engine import EchoEngine, echo_tokens
 from tests.support.echo_generators import generating, request, wait_until
 from tokenmill_engine.config.model_files import embedded_model_path
 from tokenmill_engine.errors import EngineDeadError
-from tokenmill_engine.ipc.control import EngineDraining, EngineLost
+from tokenmill_engine.ipc.control import EngineDraining, EngineLost, EngineStalled
 from tokenmill_server.processing.collector import Collector, all_done
 from tokenmill_server.processing.output_processor import Generation
 from tokenmill_server.processing.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +34,8 @@ class Started:
 
     async def is_answered(self) -> bool:
         """Raises EngineDeadError if it failed instead."""
-        await all_done([self._collector])
+        async with asyncio.timeout(20.0):
+            await all_done([self._collector])
         output = self._collector.result(self.generation)
         expected = echo_tokens(list(output.prompt_token_ids), 8)
         return all(choice.token_ids == expected for choice in output.outputs)
@@ -62,7 +64,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(tokenizer: Tokenizer, num_engines: int = 2) -> AsyncIterator[Cluster]:
+async def cluster(tokenizer: Tokenizer, num_engines: int = 3) -> AsyncIterator[Cluster]:
     async with generating(tokenizer, num_engines) as (generator, engines):
         for engine in engines:
             engine.paused.set()
@@ -79,14 +81,16 @@ async def failure(started: Started) -> str:
 async def test_another_one_answers(tokenizer: Tokenizer, n: int) -> None:
     """All of several, and each once."""
     async with cluster(tokenizer) as each:
-        started = [await each.start(n=n) for _ in range(4)]
+        started = [await each.start(n=n) for _ in range(6)]
         of_lost = [one for one in started if one.generation.engine == 0]
         assert len(of_lost) == 2
         each.lose(0)
         each.go_on(1)
+        each.go_on(2)
         assert all([await one.is_answered() for one in started])
-        assert {one.generation.engine for one in started} == {1}
-        assert len({added.request_id for added in each.engines[1].added}) == len(each.engines[1].added) == 4 * n
+        assert {one.generation.engine for one in started} == {1, 2}
+        added = [added.request_id for engine in each.engines[1:] for added in engine.added]
+        assert len(set(added)) == len(added) == 6 * n
         assert each.generator.num_open == 0
 
 
@@ -101,7 +105,7 @@ async def test_what_has_begun_ends(tokenizer: Tokenizer) -> None:
         assert started.generation.has_begun
         each.lose(engine)
         assert await failure(started) == f"engine core {engine} was killed"
-        assert not each.engines[1 - engine].added
+        assert sum(len(engine.added) for engine in each.engines) == 2
 
 
 async def test_tokens_that_were_under_way_count(tokenizer: Tokenizer) -> None:
@@ -121,7 +125,7 @@ async def test_tokens_that_were_under_way_count(tokenizer: Tokenizer) -> None:
 
 async def test_only_once(tokenizer: Tokenizer) -> None:
     """It may be what ends them."""
-    async with cluster(tokenizer, 3) as each:
+    async with cluster(tokenizer, 4) as each:
         started = await each.start()
         first = started.generation.engine
         each.lose(first)
@@ -146,15 +150,31 @@ async def test_not_after_the_deadline(tokenizer: Tokenizer) -> None:
         assert "was killed" in await failure(started)
 
 
-async def test_not_if_nobody_can_take_it(tokenizer: Tokenizer) -> None:
-    """The last engine core, or others that are to take nothing new."""
-    async with cluster(tokenizer) as each:
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_not_where_fewer_than_two_others_are_left(tokenizer: Tokenizer, num_engines: int) -> None:
+    """What ends whoever computes it must leave somebody to the others."""
+    async with cluster(tokenizer, num_engines) as each:
         started = await each.start()
         engine = started.generation.engine
-        each.generator.engine_drains(EngineDraining(1 - engine, 0, "it ends"), lambda: None)
         each.lose(engine)
         assert await failure(started) == f"engine core {engine} was killed"
-    async with cluster(tokenizer, 1) as each:
-        alone = await each.start()
+        assert sum(len(engine.added) for engine in each.engines) == 1
+
+
+@pytest.mark.parametrize(
+    "out", [EngineDraining(1, 0, "it ends"), EngineStalled(1, 0, 0.0), EngineLost(1, 0, "it is gone")]
+)
+async def test_others_that_take_nothing_new_do_not_count(
+    tokenizer: Tokenizer, out: EngineDraining | EngineStalled | EngineLost
+) -> None:
+    async with cluster(tokenizer) as each:
+        started = await each.start()
+        assert started.generation.engine == 0
+        if isinstance(out, EngineDraining):
+            each.generator.engine_drains(out, lambda: None)
+        elif isinstance(out, EngineStalled):
+            each.generator.engine_stalls(out)
+        else:
+            each.generator.engine_lost(out)
         each.lose(0)
-        assert await failure(alone) == "engine core 0 was killed"
+        assert await failure(started) == "engine core 0 was killed"

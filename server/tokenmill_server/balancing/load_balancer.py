@@ -165,6 +165,11 @@ class LoadBalancer:
         """A stalled engine is chosen only if all that are not lost are stalled."""
         self._ranks[engine].is_stalled = stalled
 
+    def takes_requests(self, engine: int) -> bool:
+        """Whether `engine` is neither lost nor stalled."""
+        rank = self._ranks[engine]
+        return not (rank.is_lost or rank.is_stalled)
+
     # --- the choice -----------------------------------------------------------------------------------------------
 
     def _in_rotation(self) -> list[int]:
