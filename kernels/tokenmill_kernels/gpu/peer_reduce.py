@@ -129,7 +129,8 @@ def all_gather(x: torch.Tensor, peers: Peers, overlap: bool = False) -> torch.Te
     if x.numel() == 0:
         return out
     rows = _Rows.chunks(x)
-    num_programs = min(rows.num_rows, device_limits(x.device).num_sms)
+    # There may be more to empty than to gather: a sum of as many rows has most likely come before.
+    num_programs = min(max(rows.num_rows, num_rows), device_limits(x.device).num_sms)
     gather_kernel[(num_programs,)](
         out, x, peers.addresses, peers.state, rows.num_units, _filled(rows, x, peers, False), width, peers.rank,
         peers.slot_bytes, size=peers.size, block=rows.width, unit=rows.unit, bits=_BITS[x.element_size()],
