@@ -1,6 +1,7 @@
 """Sums through peer memory: by processes that share memory on the CPU, with kernels in the interpreter. `tests/gpu` has
 them on GPUs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tests.support.peer_processes import run_scenario
 from tokenmill_engine.distributed.peer_memory import PeerMemoryError, share_memory
 from tokenmill_engine.distributed.peer_reduce import PeerReduce
+from tokenmill_kernels.gpu import peer_reduce
+from tokenmill_kernels.gpu.launch import device_limits
 
 CPU = torch.device("cpu")
 
@@ -50,6 +53,22 @@ def test_nothing_can_be_summed_and_gathered_too() -> None:
     assert peers.all_reduce(nothing) is nothing
     assert peers.all_gather(nothing).shape == (0, 8)
     assert [x.shape for x in peers.add_rms_norm(nothing, None, torch.ones(8), 1e-5)] == [(0, 8), (0, 8)]
+
+
+def test_a_few_numbers_are_gathered_by_as_many_programs_as_a_sum_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They empty what a sum of as many rows has left, which takes a single program longer than all else."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(peer_reduce, "gather_kernel", Kernel())
+    peers = PeerReduce(0, 1, CPU, alone)
+    for num_rows in (1, 2, 9):
+        peers.all_gather(torch.zeros(num_rows, 2))
+    assert grids == [(1,), (2,), (device_limits(CPU).num_sms,)]
 
 
 def test_memory_is_filled_and_mapped() -> None:
