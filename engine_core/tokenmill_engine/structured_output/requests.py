@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _LEAST_KNOWN: Final = 1 / 3
 """Known tokens for each row of a step. On a GPU a step that computes several tokens of some rows takes a quarter longer
 than one that computes a single token of each."""
-
 _MOST_AT_ONCE: Final = 256
 """Known tokens of an output that are told at once; there may be as many again in the next step."""
 
@@ -57,11 +56,10 @@ class _Output:
     put_off_always: NDArray[np.int64]
     """The same for as long as there are others."""
     min_tokens: int
+    max_tokens: int
     may_jump: bool
     num_tokens: int = 0
     slot: int = -1
-    most_tokens: int = 0
-    """That there may be."""
     forced: list[int] = field(default_factory=list)
     """Tokens that have to follow, as far as that was looked at: they stay the same, whenever they are computed."""
     num_taken: int = 0
@@ -73,7 +71,7 @@ class _Output:
         Raises GrammarError as `Matcher.forced`.
         """
         if self.may_jump and self.num_taken == len(self.forced):
-            forced = self.matcher.forced()[: self.most_tokens - self.num_tokens]
+            forced = self.matcher.forced()[: self.max_tokens - self.num_tokens]
             if forced:
                 is_end = np.isin(forced, self.put_off)
                 forced = forced[: int(is_end.argmax())] if is_end.any() else forced
@@ -231,8 +229,8 @@ class StructuredRequests:
             put_off=np.union1d(ends, np.array(request.stop_token_ids, np.int64)),
             put_off_always=ends if sampling.ignore_eos else np.empty(0, np.int64),
             min_tokens=sampling.min_tokens,
+            max_tokens=request.max_tokens,
             may_jump=self._jumps and not _looks_at_tokens(sampling),
-            most_tokens=request.max_tokens,
         )
         request.sampling = msgspec.structs.replace(sampling, min_tokens=0, ignore_eos=False)
         request.stop_token_ids = tuple(dict.fromkeys((*self._end_token_ids, *request.stop_token_ids)))

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -41,16 +41,22 @@ def inbox(context: "zmq.Context[zmq.Socket[bytes]]") -> Inbox:
     return Inbox(context, "inproc://in")
 
 
+def flood(inbox: Inbox) -> tuple[list[ClientMessage], Callable[[ClientMessage], None]]:
+    """A hundred messages. Returns what was handled, in order, and what handles one in a millisecond."""
+    for number in range(100):
+        inbox.put(Hello(number))
+    seen: list[ClientMessage] = []
+
+    def handle(message: ClientMessage) -> None:
+        seen.append(message)
+        time.sleep(0.001)
+
+    return seen, handle
+
+
 class TestInbox:
     def test_a_flood_does_not_keep_the_next_step_waiting(self, inbox: Inbox) -> None:
-        for number in range(100):
-            inbox.put(Hello(number))
-        seen: list[ClientMessage] = []
-
-        def handle(message: ClientMessage) -> None:
-            seen.append(message)
-            time.sleep(0.001)
-
+        seen, handle = flood(inbox)
         turns = []
         while len(seen) < 100:
             before = len(seen)
@@ -61,14 +67,7 @@ class TestInbox:
 
     def test_where_steps_are_long_more_is_taken_in_between_them(self, inbox: Inbox) -> None:
         """Hundreds of texts are soon counted, and others may go before them."""
-        for number in range(100):
-            inbox.put(Hello(number))
-        seen: list[ClientMessage] = []
-
-        def handle(message: ClientMessage) -> None:
-            seen.append(message)
-            time.sleep(0.001)
-
+        seen, handle = flood(inbox)
         assert inbox.drain(handle, wait=False, timeout_s=None)
         assert len(seen) < 20
         time.sleep(0.4)
